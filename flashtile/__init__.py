@@ -1,0 +1,52 @@
+"""flashtile: exact attention for PyTorch that never stores the scores.
+
+Names are imported on first use, so that `import flashtile` costs nothing: no torch, no triton, no GPU.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "attention": "flashtile.api",
+    "attention_varlen": "flashtile.api",
+    "flash_attn_func": "flashtile.compat.flash_attn",
+    "flash_attn_kvpacked_func": "flashtile.compat.flash_attn",
+    "flash_attn_qkvpacked_func": "flashtile.compat.flash_attn",
+    "flash_attn_varlen_func": "flashtile.compat.flash_attn",
+    "flash_attn_varlen_kvpacked_func": "flashtile.compat.flash_attn",
+    "flash_attn_varlen_qkvpacked_func": "flashtile.compat.flash_attn",
+    "FlashtileError": "flashtile.errors",
+    "ShapeError": "flashtile.errors",
+    "DtypeError": "flashtile.errors",
+    "DeviceError": "flashtile.errors",
+    "ValueRangeError": "flashtile.errors",
+    "UnsupportedError": "flashtile.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from flashtile.api import attention, attention_varlen
+    from flashtile.compat.flash_attn import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
+    from flashtile.errors import DeviceError, DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
+
+
+def __getattr__(name):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
+    value = getattr(_import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,47 @@
+"""CPU tier: F.scaled_dot_product_attention, where its semantics are ours."""
+
+import torch
+import torch.nn.functional as F
+
+
+def refuses(problem, device) -> str | None:
+    """Why this tier does not take a problem, or None."""
+    if device.arch != "cpu":
+        return "is for CPU tensors"
+    refused = {
+        "packed sequences": problem.varlen,
+        "softcap": problem.softcap > 0,
+        "ALiBi": problem.has_alibi,
+        "sinks": problem.has_sinks,
+        "dropout with a saved mask": problem.dropout_p > 0,
+        "the log-sum-exp": problem.return_lse,
+        "a window": problem.window not in ((None, None), (None, 0)),
+        # torch aligns causal at the top left; rows without a key would differ too
+        "causal with seqlen_q != seqlen_k": problem.causal and problem.seqlen_q != problem.seqlen_k,
+        "no keys": problem.seqlen_k == 0,
+    }
+    return next((f"torch's SDPA has not {what}" for what, is_refused in refused.items() if is_refused), None)
+
+
+def configs(problem, device) -> dict:
+    return {}
+
+
+def _sdpa(problem, q, k, v):
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=problem.causal,
+                                         scale=problem.softmax_scale, enable_gqa=problem.group_size > 1)  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def run_forward(problem, configs, operands):
+    """out, and an lse of nan: nobody asked for it."""
+    out = _sdpa(problem, *operands[:3]).contiguous()
+    return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.float32)
+
+
+def run_backward(problem, configs, operands, out, lse, dout, dlse):
+    """dq, dk, dv, None, by torch's autograd through the forward, run again."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in operands[:3]]
+        grads = torch.autograd.grad(_sdpa(problem, *inputs), inputs, dout)
+    return *(grad.contiguous() for grad in grads), None

@@ -1,0 +1,20 @@
+"""CPU tier: reference.fa2, which takes every feature."""
+
+from flashtile.reference import fa2
+
+
+def refuses(problem, device) -> str | None:
+    """Why this tier does not take a problem, or None."""
+    return None if device.arch == "cpu" else "is for CPU tensors"
+
+
+def configs(problem, device) -> dict:
+    return {}
+
+
+def run_forward(problem, configs, operands):
+    return fa2.forward(operands, problem)
+
+
+def run_backward(problem, configs, operands, out, lse, dout, dlse):
+    return fa2.backward(operands, problem, out, lse, dout, dlse)

@@ -1,0 +1,72 @@
+"""From q kᵀ to logits: scale, softcap, ALiBi; and back through them.
+
+Kernels keep logits in base 2. Where only a positive scale acts, it is left to the exponential's multiply-add
+(`scale_log2`); else `logits` applies everything in natural units, and `scale_log2` is log2(e).
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.device.numerics import LOG2_E
+
+
+class ScoreParams(NamedTuple):
+    """scale > 0 unless prescaled; softcap and alibi_slopes (fp32 (heads,) or (batch, heads)) are None where off."""
+
+    scale: Any
+    softcap: Any
+    alibi_slopes: Any
+    # 0 where all sequences share the slopes
+    alibi_batch_stride: Any
+    # None, or 1 where the scale is not positive and must act before the maximum is taken
+    prescaled: Any
+
+
+@triton.jit
+def load_slope(params, batch, head):
+    if params.alibi_slopes is None:
+        return 0.0
+    else:
+        return tl.load(params.alibi_slopes + batch * params.alibi_batch_stride + head)
+
+
+@triton.jit
+def scale_log2(params):
+    """What is left to multiply logits with, to reach base 2."""
+    if params.softcap is None and params.alibi_slopes is None and params.prescaled is None:
+        return params.scale * LOG2_E
+    else:
+        return LOG2_E
+
+
+@triton.jit
+def softcap(scores, limit):
+    # limit * tanh(scores / limit)
+    return limit * (2 * tl.sigmoid(2 * scores / limit) - 1)
+
+
+@triton.jit
+def logits(scores, rows, cols, lengths, slope, params):
+    """Logits up to the factor scale_log2(params); rows and cols are positions that broadcast to the shape of scores."""
+    if params.softcap is None and params.alibi_slopes is None and params.prescaled is None:
+        return scores
+    else:
+        scores = scores * params.scale
+        if params.softcap is not None:
+            scores = softcap(scores, params.softcap)
+        if params.alibi_slopes is not None:
+            shift = lengths.seqlen_k - lengths.seqlen_q
+            scores = scores - slope * tl.abs(rows + shift - cols).to(tl.float32)
+        return scores
+
+
+@triton.jit
+def through_softcap(dscores, scores, params):
+    """Gradient of scale * q kᵀ from that of the logits; the caller multiplies by the scale. scores: raw q kᵀ."""
+    if params.softcap is None:
+        return dscores
+    else:
+        tanh = softcap(scores * params.scale, params.softcap) / params.softcap
+        return dscores * (1 - tanh * tanh)

@@ -1,0 +1,56 @@
+"""Online softmax in base 2. Source: Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2, section 3.1."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
+
+
+class OnlineSoftmax(NamedTuple):
+    """Of the keys seen so far, for each row: the largest base-2 logit, and the sum of exponentials relative to it."""
+
+    row_max: Any
+    row_sum: Any
+
+
+@triton.jit
+def pivot(row_max):
+    """What to subtract before the exponential: a row that has seen no key has -inf, and -inf - -inf would be nan."""
+    return tl.where(row_max == NEG_INF, 0.0, row_max)
+
+
+@triton.jit
+def update(state, logits, scale_log2, MASKED: tl.constexpr):
+    """Absorb one (TILE_M, TILE_N) tile; return the new state, p, and the correction of acc.
+
+    Hidden logits are -inf. Without MASKED no logit is, and the guard against rows without a key is saved.
+    """
+    row_max = tl.maximum(state.row_max, tl.max(logits, 1) * scale_log2)
+    if MASKED:
+        reference = pivot(row_max)
+    else:
+        reference = row_max
+    correction = tl.exp2(state.row_max - reference)
+    p = tl.exp2(logits * scale_log2 - reference[:, None])
+    return OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(p, 1)), p, correction
+
+
+@triton.jit
+def absorb_sink(state, sink):
+    """Add one logit (natural units) to the denominator of each row."""
+    sink = sink * LOG2_E
+    row_max = tl.maximum(state.row_max, sink)
+    reference = pivot(row_max)
+    correction = tl.exp2(state.row_max - reference)
+    return OnlineSoftmax(row_max, state.row_sum * correction + tl.exp2(sink - reference)), correction
+
+
+@triton.jit
+def finish(state):
+    """(inverse row sum, lse in natural units); a row without a key has 0 and -inf."""
+    empty = state.row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, state.row_sum)
+    lse = tl.where(empty, NEG_INF, (state.row_max + tl.log2(row_sum)) * LN_2)
+    return 1.0 / row_sum, lse

@@ -1,0 +1,61 @@
+"""How a kernel sees a tensor of rows: a pointer and strides, and loads and stores of tiles of rows."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Rows(NamedTuple):
+    """A (batch, seqlen, heads, dim) tensor with a contiguous dim, or (batch, heads, seqlen) where a row is one number.
+
+    Strides in elements; packed tensors have no batch and stride 0 there.
+    """
+
+    ptr: Any
+    batch_stride: Any
+    row_stride: Any
+    head_stride: Any
+
+
+@triton.jit
+def head_ptr(x, batch, start, head):
+    """Pointer to the first row of one head of one sequence; start is that row's number in a packed tensor, else 0."""
+    return x.ptr + batch.to(tl.int64) * x.batch_stride + start * x.row_stride + head.to(tl.int64) * x.head_stride
+
+
+@triton.jit
+def tile_offsets(rows, row_stride, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of (rows, BLOCK_DIM); WIDE where a row stride of 2**22 and more could overflow int32 inside a tile."""
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows[:, None] * row_stride + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
+def load_tile(ptr, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+              MASK_ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """(TILE, BLOCK_DIM) from row_begin on; zeros past DIM and, with MASK_ROWS, past length."""
+    rows = tl.arange(0, TILE)
+    ptrs = ptr + row_begin.to(tl.int64) * row_stride + tile_offsets(rows, row_stride, DIM, BLOCK_DIM, WIDE)
+    if MASK_ROWS:
+        if DIM == BLOCK_DIM:
+            return tl.load(ptrs, mask=(row_begin + rows < length)[:, None], other=0.0)
+        else:
+            mask = (row_begin + rows < length)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+            return tl.load(ptrs, mask=mask, other=0.0)
+    else:
+        if DIM == BLOCK_DIM:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=(tl.arange(0, BLOCK_DIM) < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, tile, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+               WIDE: tl.constexpr):  # fmt: skip
+    """Store the rows of (TILE, BLOCK_DIM) below length and the columns below DIM, in the dtype of ptr."""
+    rows = tl.arange(0, TILE)
+    ptrs = ptr + row_begin.to(tl.int64) * row_stride + tile_offsets(rows, row_stride, DIM, BLOCK_DIM, WIDE)
+    mask = (row_begin + rows < length)[:, None] & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,60 @@
+"""plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
+
+A tier is a module with refuses(problem, device) -> reason or None, and configs(problem, device) -> {kernel: TileConfig}; it
+imports its kernels only in run_forward() and run_backward(). No tier is skipped silently: a plan carries every refusal before it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+
+from flashtile import settings
+from flashtile.errors import UnsupportedError
+
+# Fastest first.
+TIERS = {
+    "portable": "flashtile.portable",
+    "sdpa": "flashtile.cpu.sdpa",
+    "reference": "flashtile.cpu.tiled",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """tier: a name of TIERS. configs: tiles by kernel. refusals: (tier, reason) of the faster tiers that refused."""
+
+    tier: str
+    configs: dict
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def module(self):
+        return import_module(TIERS[self.tier])
+
+
+@lru_cache(maxsize=4096)
+def plan(problem, device, prefer=None) -> Plan:
+    """The first tier that takes the problem, or only `prefer`.
+
+    Raises:
+        UnsupportedError: no tier takes it; lists each refusal.
+    """
+    refusals = []
+    names = [prefer] if prefer else TIERS
+    for name in names:
+        if name not in TIERS:
+            raise UnsupportedError(f"no tier is called {name!r}; there are {', '.join(TIERS)}.")
+        tier = import_module(TIERS[name])
+        reason = tier.refuses(problem, device)
+        if reason is None:
+            return Plan(name, tier.configs(problem, device), tuple(refusals))
+        refusals.append((name, reason))
+    reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals)
+    raise UnsupportedError(f"no tier takes this problem on {device.name} ({device.arch}).\n{reasons}\n  {problem}")
+
+
+def plan_for(problem, torch_device) -> Plan:
+    """The plan of a call on tensors of torch_device, with the tier that the environment prefers."""
+    from flashtile import hardware
+
+    return plan(problem, hardware.detect(torch_device), settings.preferred_tier())

@@ -1,0 +1,112 @@
+"""Device: what a GPU is, detected or by name without one. Datasheet peaks carry their source, measured ones their record."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as dispatch, tile choice and rooflines see it.
+
+    smem_bytes is what one block can have; peaks are dense, in TFLOP/s by dtype name; bandwidths in bytes/s. measured_* come
+    from a recorded run, None where there is none.
+    """
+
+    name: str
+    arch: str  # "sm_90", or "cpu"
+    num_sms: int
+    smem_bytes: int
+    l2_bytes: int = 0
+    memory_bytes: int = 0
+    peak_tflops: tuple[tuple[str, float], ...] = ()
+    peak_bandwidth: float | None = None
+    measured_tflops: float | None = None
+    measured_bandwidth: float | None = None
+    source: str = field(default="", compare=False)
+
+    @property
+    def sm(self) -> int:
+        """Compute capability as a number, 90 for sm_90; 0 on a CPU."""
+        return int(self.arch.removeprefix("sm_")) if self.arch.startswith("sm_") else 0
+
+    def peak(self, dtype_name: str) -> float | None:
+        """Datasheet TFLOP/s of a dtype such as "bfloat16"."""
+        return dict(self.peak_tflops).get(dtype_name)
+
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# Largest shared memory of one block, by compute capability. CUDA C++ programming guide, "Technical specifications".
+_SMEM = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+
+
+def _half(tflops, fp32):
+    return (("float16", tflops), ("bfloat16", tflops), ("float32", fp32))
+
+
+DEVICES = {
+    d.name: d
+    for d in (
+        Device("A100", "sm_80", 108, 163 * KIB, 40 * MIB, 80 * GIB, _half(312, 19.5), 2.039e12, source="NVIDIA A100 80GB SXM datasheet"),
+        Device("A6000", "sm_86", 84, 99 * KIB, 6 * MIB, 48 * GIB, _half(154.8, 38.7), 0.768e12, source="NVIDIA RTX A6000 datasheet; dense half of the sparse figure"),
+        Device("RTX 4090", "sm_89", 128, 99 * KIB, 72 * MIB, 24 * GIB, _half(165.2, 82.6), 1.008e12, source="NVIDIA Ada architecture whitepaper; fp32 accumulation"),
+        Device("L20", "sm_89", 92, 99 * KIB, 96 * MIB, 48 * GIB, _half(119.5, 59.8), 0.864e12, source="NVIDIA L20 datasheet"),
+        Device("H100", "sm_90", 132, 227 * KIB, 50 * MIB, 80 * GIB, _half(989.4, 66.9), 3.35e12, source="NVIDIA H100 SXM datasheet, dense"),
+        Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, 141 * 10**9, _half(989.4, 66.9), 4.8e12, 778e12 / 1e12, 4.27e12,
+               source="NVIDIA H200 SXM datasheet, dense; measured: 8192 cubed bf16 product and device copy"),
+        Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * 10**9, _half(2250, 75), 8e12, source="NVIDIA DGX B200 datasheet, dense"),
+    )
+}  # fmt: skip
+CPU = Device("CPU", "cpu", 0, 0)
+
+
+def by_name(name: str) -> Device:
+    """A device of the table, by a name such as "H200" or "nvidia a100-sxm4-80gb", or by its arch ("sm_90")."""
+    lowered = name.lower()
+    for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
+        if device.name.lower() in lowered:
+            return device
+    # The newest GPU of the arch: its tables were measured
+    matches = [device for device in DEVICES.values() if device.arch == lowered]
+    if matches:
+        return matches[-1]
+    raise KeyError(f"no device is called {name!r}; known: {', '.join(DEVICES)}, and their archs (sm_80, ...)")
+
+
+def detect(device=None) -> Device:
+    """The device of a torch.device, a tensor's device, or (None) the current GPU, the CPU where there is none."""
+    import torch
+
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    elif not isinstance(device, torch.device):
+        device = torch.device(device)
+    if device.type != "cuda":
+        return CPU
+    return _detect_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _detect_gpu(index) -> Device:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    sm = 10 * properties.major + properties.minor
+    try:
+        known = by_name(properties.name)
+    except KeyError:
+        known = CPU
+    if known.sm != sm:
+        known = CPU
+    return Device(
+        name=known.name if known is not CPU else properties.name,
+        arch=f"sm_{sm}",
+        num_sms=properties.multi_processor_count,
+        smem_bytes=_SMEM.get(sm, 99) * KIB,
+        l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
+        peak_tflops=known.peak_tflops,
+        peak_bandwidth=known.peak_bandwidth,
+        measured_tflops=known.measured_tflops,
+        measured_bandwidth=known.measured_bandwidth,
+        source=known.source,
+    )

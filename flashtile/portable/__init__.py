@@ -1,0 +1,33 @@
+"""The portable tier: Triton kernels for every NVIDIA GPU from sm_80 on, all features, forward and backward."""
+
+from flashtile import tiles
+
+KERNELS = ("forward", "delta", "dkdv", "dq")
+
+
+def refuses(problem, device) -> str | None:
+    """Why this tier does not take a problem, or None."""
+    if device.arch == "cpu":
+        return "needs a GPU"
+    if device.sm < 80:
+        return f"needs sm_80 or newer, the device is {device.arch}"
+    for kernel in KERNELS:
+        if tiles.select(tiles.PORTABLE, kernel, problem, device) is None:
+            return f"no tile of the {kernel} kernel fits in {device.smem_bytes >> 10} KiB of shared memory"
+    return None
+
+
+def configs(problem, device) -> dict:
+    return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS}
+
+
+def run_forward(problem, configs, operands):
+    from flashtile.portable import forward
+
+    return forward.launch(problem, configs["forward"], operands)
+
+
+def run_backward(problem, configs, operands, out, lse, dout, dlse):
+    from flashtile.portable import backward
+
+    return backward.launch(problem, configs, operands, out, lse, dout, dlse)

@@ -1,0 +1,260 @@
+"""The portable backward kernels, in Triton, for every GPU from sm_80 on.
+
+    delta = rowsum(dout * out) - dlse                         one pass over out and dout
+    dscores = p * (dp - delta),  p = exp(logits - lse),  dp = dout vᵀ
+    dv = pᵀ dout,  dk = scale * dscoresᵀ q                    one program a key tile, walking over query tiles and the group
+    dq = scale * dscores k                                    one program a query tile, walking over key tiles
+
+Scores are recomputed in both main kernels: seven products instead of five, but no atomics, no fp32 dq in memory, no
+conversion pass, and the same bits in every run. Group heads are summed inside a program, so dk and dv of grouped queries
+are never repeated in memory. Takes every feature of `flashtile.attention`.
+Source: Dao 2023, FlashAttention-2, algorithm 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile.device import dropout as dropouts
+from flashtile.device import masks, schedule, scores
+from flashtile.device.lengths import load_lengths
+from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
+from flashtile.device.tensors import head_ptr, load_tile, store_tile
+from flashtile.portable.arguments import common_arguments, rows_of
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+def attention_delta(
+    out, dout, dlse, delta, packing, seqlen_q, seqlen_k, num_tiles, num_heads,
+    TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
+    work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=False)
+    lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
+    row_begin = work.tile * TILE_M
+    if row_begin < lengths.seqlen_q:
+        rows = row_begin + tl.arange(0, TILE_M)
+        out_ptr = head_ptr(out, work.batch, lengths.start_q, work.head)
+        dout_ptr = head_ptr(dout, work.batch, lengths.start_q, work.head)
+        out_tile = load_tile(out_ptr, row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+        if dlse is not None:
+            dlse_ptr = head_ptr(dlse, work.batch, lengths.start_q, work.head)
+            row_delta -= tl.load(dlse_ptr + rows * dlse.row_stride, mask=rows < lengths.seqlen_q, other=0.0)
+        delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
+        tl.store(delta_ptr + rows * delta.row_stride, row_delta, mask=rows < lengths.seqlen_q)
+
+
+@triton.jit
+def _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED: tl.constexpr):
+    """lse in base 2 and delta of a query tile. Rows without a key and rows past the end get lse +inf, hence p = 0."""
+    if MASKED:
+        lse = tl.load(lse_ptr + rows, mask=rows < lengths.seqlen_q, other=POS_INF)
+        delta = tl.load(delta_ptr + rows, mask=rows < lengths.seqlen_q, other=0.0)
+        lse = tl.where(lse == NEG_INF, POS_INF, lse)
+    else:
+        lse = tl.load(lse_ptr + rows)
+        delta = tl.load(delta_ptr + rows)
+    return lse * LOG2_E, delta
+
+
+@triton.jit
+def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window, params, slope, stream, dropout,
+                   MASKED: tl.constexpr):  # fmt: skip
+    """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape."""
+    logits = scores.logits(raw_scores, rows, cols, lengths, slope, params)
+    p = tl.exp2(logits * scores.scale_log2(params) - lse_log2)
+    if MASKED:
+        p = tl.where(masks.visible(rows, cols, lengths, window), p, 0.0)
+    weights = p
+    if dropout.rng_state is not None:
+        kept = dropouts.keep(rows, cols, stream, dropout)
+        weights = tl.where(kept, p, 0.0)
+        dp = tl.where(kept, dp * dropout.keep_scale, 0.0)
+    return weights, scores.through_softcap(p * (dp - delta), raw_scores, params)
+
+
+@triton.jit
+def _absorb_query_tile(
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window, params,
+    slope, stream, dropout, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dk and dv from one query tile. Tiles are (TILE_N, TILE_M): so pᵀ and dscoresᵀ are operands as they come."""
+    row_begin = m_tile * TILE_M
+    rows = row_begin + tl.arange(0, TILE_M)
+    q = load_tile(q_ptr, row_begin, lengths.seqlen_q, q_row_stride, TILE_M, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+    lse_log2, delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED)
+    dout = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout_row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    weights, dscores = _p_and_dscores(dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], rows[None, :],
+                                      cols[:, None], lengths, window, params, slope, stream, dropout, MASKED)  # fmt: skip
+    dv = dot(weights.to(dout.dtype), dout, dv)
+    dk = dot(dscores.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+def attention_dkdv(
+    q, k, v, dout, lse, delta, dk, dv, packing, window, params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of TILE_N keys of one key-value head; walks over the query tiles of every head in its group."""
+    work = schedule.tile_of_program(num_tiles, num_heads // GROUP_SIZE, LAST_FIRST=False)
+    lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
+    col_begin = work.tile * TILE_N
+    if col_begin < lengths.seqlen_k:
+        cols = col_begin + tl.arange(0, TILE_N)
+        k_ptr = head_ptr(k, work.batch, lengths.start_k, work.head)
+        v_ptr = head_ptr(v, work.batch, lengths.start_k, work.head)
+        k_tile = load_tile(k_ptr, col_begin, lengths.seqlen_k, k.row_stride, TILE_N, HEAD_DIM, BLOCK_D, True, WIDE)
+        v_tile = load_tile(v_ptr, col_begin, lengths.seqlen_k, v.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
+        dk_acc = tl.zeros((TILE_N, BLOCK_D), tl.float32)
+        dv_acc = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
+        for member in range(GROUP_SIZE):
+            head = work.head * GROUP_SIZE + member
+            q_ptr = head_ptr(q, work.batch, lengths.start_q, head)
+            dout_ptr = head_ptr(dout, work.batch, lengths.start_q, head)
+            lse_ptr = head_ptr(lse, work.batch, lengths.start_q, head)
+            delta_ptr = head_ptr(delta, work.batch, lengths.start_q, head)
+            slope = scores.load_slope(params, work.batch, head)
+            stream = dropouts.load_stream(dropout, work.batch * num_heads + head)
+            for part in tl.static_range(3):
+                if part != 0 or window.right is not None:
+                    begin, end = masks.part_of(tiles, part)
+                    for m_tile in tl.range(begin, end):
+                        dk_acc, dv_acc = _absorb_query_tile(
+                            dk_acc, dv_acc, k_tile, v_tile, q_ptr, dout_ptr, lse_ptr, delta_ptr, q.row_stride,
+                            dout.row_stride, cols, m_tile, lengths, window, params, slope, stream, dropout, TILE_M, HEAD_DIM,
+                            HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                        )  # fmt: skip
+        if dropout.rng_state is not None:
+            dv_acc = dv_acc * dropout.keep_scale
+        dk_ptr = head_ptr(dk, work.batch, lengths.start_k, work.head)
+        dv_ptr = head_ptr(dv, work.batch, lengths.start_k, work.head)
+        store_tile(dk_ptr, dk_acc * params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE)
+        store_tile(dv_ptr, dv_acc, col_begin, lengths.seqlen_k, dv.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, WIDE)
+
+
+@triton.jit
+def _absorb_key_tile(
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, params, slope,
+    stream, dropout, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq from one key tile."""
+    col_begin = n_tile * TILE_N
+    cols = col_begin + tl.arange(0, TILE_N)
+    k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+    v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    _, dscores = _p_and_dscores(dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], rows[:, None], cols[None, :],
+                                lengths, window, params, slope, stream, dropout, MASKED)  # fmt: skip
+    return dot(dscores.to(k.dtype), k, dq)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+def attention_dq(
+    q, k, v, dout, lse, delta, dq, packing, window, params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of TILE_M queries of one head; walks over the key tiles that they see, as the forward does."""
+    work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
+    lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
+    row_begin = work.tile * TILE_M
+    if row_begin < lengths.seqlen_q:
+        rows = row_begin + tl.arange(0, TILE_M)
+        kv_head = work.head // GROUP_SIZE
+        q_ptr = head_ptr(q, work.batch, lengths.start_q, work.head)
+        dout_ptr = head_ptr(dout, work.batch, lengths.start_q, work.head)
+        k_ptr = head_ptr(k, work.batch, lengths.start_k, kv_head)
+        v_ptr = head_ptr(v, work.batch, lengths.start_k, kv_head)
+        slope = scores.load_slope(params, work.batch, work.head)
+        stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
+        q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
+        dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        lse_log2, row_delta = _load_row_stats(head_ptr(lse, work.batch, lengths.start_q, work.head),
+                                              head_ptr(delta, work.batch, lengths.start_q, work.head), rows, lengths, True)  # fmt: skip
+        tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
+        acc = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+        for part in tl.static_range(3):
+            if part != 0 or window.left is not None:
+                begin, end = masks.part_of(tiles, part)
+                for n_tile in tl.range(begin, end):
+                    acc = _absorb_key_tile(
+                        acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile,
+                        lengths, window, params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                        WIDE, MASKED=part != 1,
+                    )  # fmt: skip
+        dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
+        store_tile(dq_ptr, acc * params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE)
+
+
+def launch(problem, configs, operands, out, lse, dout, dlse):
+    """Run the three kernels. configs: {"delta", "dkdv", "dq": TileConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
+    common = common_arguments(problem, operands)
+    delta = launch_delta(problem, configs["delta"], common, out, lse, dout, dlse)
+    dk, dv = launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout)
+    dq = launch_dq(problem, configs["dq"], common, operands, lse, delta, dout)
+    return dq, dk, dv, _sinks_gradient(operands.sinks, lse, delta)
+
+
+def launch_delta(problem, config, common, out, lse, dout, dlse):
+    """delta, of the shape of lse."""
+    delta = _allocate_like(lse, problem)
+    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    if grid := num_tiles * problem.num_heads * problem.batch:
+        attention_delta[(grid,)](
+            rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
+            common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
+            HEAD_DIM_V=common.shapes["HEAD_DIM_V"], BLOCK_DV=common.shapes["BLOCK_DV"], WIDE=common.shapes["WIDE"],
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return delta
+
+
+def launch_dkdv(problem, config, common, operands, lse, delta, dout):
+    """dk and dv, of the shapes of k and v, contiguous."""
+    dk, dv = _allocate_like(operands.k, problem), _allocate_like(operands.v, problem)
+    num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
+    if grid := num_tiles * problem.num_heads_kv * problem.batch:
+        attention_dkdv[(grid,)](
+            *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.params,
+            common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
+            TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
+        )  # fmt: skip
+    return dk, dv
+
+
+def launch_dq(problem, config, common, operands, lse, delta, dout):
+    """dq, of the shape of q, contiguous."""
+    dq = _allocate_like(operands.q, problem)
+    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    if grid := num_tiles * problem.num_heads * problem.batch:
+        attention_dq[(grid,)](
+            *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.params,
+            common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
+            TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
+        )  # fmt: skip
+    return dq
+
+
+def _inputs(operands, lse, delta, dout):
+    q, k, v = operands[:3]
+    return rows_of(q), rows_of(k), rows_of(v), rows_of(dout), rows_of(lse, lse=True), rows_of(delta, lse=True)
+
+
+def _allocate_like(x, problem):
+    """Contiguous; zeros for a packed call, since rows outside of every sequence are no kernel's."""
+    return (torch.zeros_like if problem.varlen else torch.empty_like)(x, memory_format=torch.contiguous_format)
+
+
+def _sinks_gradient(sinks, lse, delta):
+    """dsinks (num_heads,): a sink is a key with value 0, so its dscores are -p_sink * delta, summed over all queries."""
+    if sinks is None:
+        return None
+    p_sink = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    per_row = p_sink * delta
+    return -per_row.sum(dim=tuple(i for i in range(per_row.dim()) if i != per_row.dim() - 2)).to(sinks.dtype)

@@ -1,0 +1,102 @@
+"""The portable forward kernel: FlashAttention-2's loop order in Triton, for every GPU from sm_80 on.
+
+One program owns TILE_M queries of one head and walks over the key tiles that they see:
+
+    scores = q kᵀ;  row_max, p = online softmax;  acc = acc * correction + p v;  at the end out = acc / row_sum, lse
+
+Key tiles that no query sees are skipped. Mask code runs in two loops at the edges (left: window; right: causal, window,
+last keys), the loop between them has none. Takes every feature of `flashtile.attention`.
+Source: Dao 2023, FlashAttention-2, algorithm 1.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.device import dropout as dropouts
+from flashtile.device import masks, schedule, scores, softmax
+from flashtile.device.lengths import load_lengths
+from flashtile.device.numerics import NEG_INF, dot
+from flashtile.device.tensors import head_ptr, load_tile, store_tile
+from flashtile.portable.arguments import allocate_forward, common_arguments, rows_of
+
+
+@triton.jit
+def _absorb_tile(
+    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, params, slope, stream, dropout,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden."""
+    col_begin = n_tile * TILE_N
+    cols = col_begin + tl.arange(0, TILE_N)
+    k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+    # (TILE_M, TILE_N)
+    logits = scores.logits(dot(q, k.T), rows[:, None], cols[None, :], lengths, slope, params)
+    if MASKED:
+        logits = tl.where(masks.visible(rows[:, None], cols[None, :], lengths, window), logits, NEG_INF)
+    state, p, correction = softmax.update(state, logits, scores.scale_log2(params), MASKED)
+    if dropout.rng_state is not None:
+        p = tl.where(dropouts.keep(rows[:, None], cols[None, :], stream, dropout), p, 0.0)
+    v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    acc = dot(p.to(v.dtype), v, acc * correction[:, None])
+    return state, acc
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+def attention_forward(
+    q, k, v, out, lse, packing, window, params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """q, k, v, out, lse: Rows. packing: Packing. window: Window. params: ScoreParams. sinks: pointer or None."""
+    work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
+    lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
+    row_begin = work.tile * TILE_M
+    if row_begin < lengths.seqlen_q:
+        rows = row_begin + tl.arange(0, TILE_M)
+        kv_head = work.head // GROUP_SIZE
+        q_ptr = head_ptr(q, work.batch, lengths.start_q, work.head)
+        k_ptr = head_ptr(k, work.batch, lengths.start_k, kv_head)
+        v_ptr = head_ptr(v, work.batch, lengths.start_k, kv_head)
+        slope = scores.load_slope(params, work.batch, work.head)
+        stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
+        tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
+
+        q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
+        state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
+        acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+        for part in tl.static_range(3):
+            if part != 0 or window.left is not None:
+                begin, end = masks.part_of(tiles, part)
+                for n_tile in tl.range(begin, end):
+                    state, acc = _absorb_tile(
+                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window, params,
+                        slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                    )  # fmt: skip
+        if sinks is not None:
+            state, correction = softmax.absorb_sink(state, tl.load(sinks + work.head).to(tl.float32))
+            acc = acc * correction[:, None]
+        inverse, row_lse = softmax.finish(state)
+        if dropout.rng_state is not None:
+            inverse = inverse * dropout.keep_scale
+        out_ptr = head_ptr(out, work.batch, lengths.start_q, work.head)
+        store_tile(out_ptr, acc * inverse[:, None], row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV,
+                   WIDE)  # fmt: skip
+        lse_ptr = head_ptr(lse, work.batch, lengths.start_q, work.head)
+        tl.store(lse_ptr + rows * lse.row_stride, row_lse, mask=rows < lengths.seqlen_q)
+
+
+def launch(problem, config, operands):
+    """Run the kernel. config: TileConfig. Returns out and lse as `flashtile.attention` describes them."""
+    out, lse = allocate_forward(problem, operands)
+    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    grid = (num_tiles * problem.num_heads * problem.batch,)
+    if grid[0] == 0:
+        return out, lse
+    packing, window, params, dropout, shapes = common_arguments(problem, operands)
+    attention_forward[grid](
+        rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
+        params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        TILE_M=config.tile_m, TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **shapes,
+    )  # fmt: skip
+    return out, lse

@@ -1,0 +1,362 @@
+"""AttentionProblem: the frozen description of one attention call.
+
+It is the dispatch key, the benchmark's row and the error's context. `AttentionProblem.from_tensors` is the only place that
+checks a user's tensors; `flops` and `bytes_moved` live here, so that the benchmark and the kernels can't disagree about the
+work. Imports neither triton nor a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashtile import settings
+from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+INT32_MAX = 2**31 - 1
+GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU_DTYPES = (*GPU_DTYPES, torch.float64)
+
+
+class Operands(NamedTuple):
+    """The tensors of one call; None where an option is off. Shapes as in `flashtile.attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    # int64 (2,): Philox seed and offset of the dropout mask
+    rng_state: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """One attention call without its data: shapes, dtype, mask, scale, lengths.
+
+    Packed (varlen) calls have total_q and total_k; seqlen_q and seqlen_k are then the longest sequences.
+    window counts keys on each side of the bottom-right diagonal, in tokens; None is unbounded; causal is a right side of 0.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    window: tuple[int | None, int | None] = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    has_alibi: bool = False
+    has_sinks: bool = False
+    deterministic: bool = False
+    return_lse: bool = False
+    total_q: int | None = None
+    total_k: int | None = None
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
+    wide_rows: bool = False
+
+    @classmethod
+    def from_tensors(
+        cls, operands, *, max_seqlen_q=None, max_seqlen_k=None, causal=False, window=(None, None), softmax_scale=None,
+        softcap=0.0, dropout_p=0.0, deterministic=False, return_lse=False,
+    ):  # fmt: skip
+        """Check a call and describe it.
+
+        Args:
+            operands: Operands; q, k, v are (batch, seqlen, heads, dim), or (total, heads, dim) with cu_seqlens.
+            The rest as in `flashtile.attention` and `flashtile.attention_varlen`.
+        Raises:
+            ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came.
+        """
+        q, k, v = operands.q, operands.k, operands.v
+        varlen = operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None
+        _check_qkv(q, k, v, varlen)
+        num_heads, head_dim = q.shape[-2:]
+        num_heads_kv, head_dim_v = v.shape[-2:]
+        if varlen:
+            batch = _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k)
+            total_q, total_k = q.shape[0], k.shape[0]
+            seqlen_q, seqlen_k = max_seqlen_q, max_seqlen_k
+        else:
+            batch, seqlen_q = q.shape[:2]
+            seqlen_k = k.shape[1]
+            total_q = total_k = None
+        _check_seqused(operands, batch)
+        _check_per_head(operands, batch, num_heads)
+        window = _checked_window(window, causal, seqlen_q, seqlen_k)
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not math.isfinite(scale):
+            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
+        if not (math.isfinite(softcap) and softcap >= 0):
+            raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", softcap))
+        if not 0 <= dropout_p < 1:
+            raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
+        if batch * num_heads * max(seqlen_q, seqlen_k) > 16 * INT32_MAX:
+            # Every tier numbers its tiles, of at least 16 rows, with an int32.
+            raise ShapeError(explain("batch * heads * seqlen", f"at most {16 * INT32_MAX}",
+                                     batch * num_heads * max(seqlen_q, seqlen_k), "Split the batch."))  # fmt: skip
+        row = 0 if varlen else 1
+        widest = max(q.stride(row), k.stride(row), v.stride(row))
+        return cls(
+            batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=num_heads_kv,
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype, window=window, softmax_scale=scale, softcap=softcap,
+            dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None, has_sinks=operands.sinks is not None,
+            deterministic=deterministic, return_lse=return_lse, total_q=total_q, total_k=total_k,
+            has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
+            wide_rows=widest >= 2**22,
+        )  # fmt: skip
+
+    @property
+    def varlen(self) -> bool:
+        return self.total_q is not None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the right side of the window is closed at the diagonal."""
+        return self.window[1] == 0
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
+
+    def visible_pairs(self, lengths=None) -> int:
+        """(query, key) pairs that the mask leaves, over the batch and one head.
+
+        lengths: one (seqlen_q, seqlen_k) a sequence; default batch times the problem's own.
+        """
+        if lengths is None:
+            return self.batch * visible_pairs(self.seqlen_q, self.seqlen_k, self.window)
+        return sum(visible_pairs(seqlen_q, seqlen_k, self.window) for seqlen_q, seqlen_k in lengths)
+
+    def flops(self, mode="fwd", lengths=None) -> int:
+        """Matmul FLOPs of the visible pairs: 2 products forward, 5 backward (the scores are recomputed once).
+
+        mode: "fwd", "bwd" or "fwd_bwd".
+        """
+        d, dv = self.head_dim, self.head_dim_v
+        per_pair = {"fwd": 2 * (d + dv), "bwd": 2 * (3 * d + 2 * dv), "fwd_bwd": 2 * (4 * d + 3 * dv)}[mode]
+        return per_pair * self.num_heads * self.visible_pairs(lengths)
+
+    def bytes_moved(self, mode="fwd") -> int:
+        """Bytes of a pass that reads each input once and writes each output once."""
+        rows_q = self.total_q if self.varlen else self.batch * self.seqlen_q
+        rows_k = self.total_k if self.varlen else self.batch * self.seqlen_k
+        size = self.dtype.itemsize
+        q = rows_q * self.num_heads * self.head_dim * size
+        out = rows_q * self.num_heads * self.head_dim_v * size
+        kv = rows_k * self.num_heads_kv * (self.head_dim + self.head_dim_v) * size
+        lse = rows_q * self.num_heads * 4
+        forward = q + kv + out + lse
+        # reads q k v out dout lse, writes dq dk dv
+        backward = 2 * q + 2 * kv + 2 * out + lse
+        return {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, window=(None, None)) -> int:
+    """(query, key) pairs of one sequence with first key >= i + shift - left and last key <= i + shift + right."""
+    shift = seqlen_k - seqlen_q
+    left, right = window
+
+    def keys_before(first):  # sum over queries i of clip(i + first, 0, seqlen_k)
+        rising = range(max(0, -first), min(seqlen_q, max(0, seqlen_k - first)))
+        total = len(rising) * first + (rising.start + rising.stop - 1) * len(rising) // 2 if rising else 0
+        return total + seqlen_k * max(0, seqlen_q - max(0, seqlen_k - first))
+
+    upper = seqlen_q * seqlen_k if right is None else keys_before(shift + right + 1)
+    return upper - (0 if left is None else keys_before(shift - left))
+
+
+def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, window, softmax_scale, softcap, dropout_p,
+                    deterministic, return_lse):  # fmt: skip
+    """Check what the op's schema would refuse without our words (types), and options that have no gradient."""
+    for name, value in zip(Operands._fields, operands):
+        if not isinstance(value, torch.Tensor) and (value is not None or name in "qkv"):
+            raise DtypeError(explain(name, "a torch.Tensor", type(value).__name__))
+    for name, value in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise DtypeError(explain(name, "True or False", repr(value)))
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap), ("dropout_p", dropout_p)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) and (value is not None or name != "softmax_scale"):
+            raise DtypeError(explain(name, "a number", repr(value), "Call .item() on a tensor once, outside the loop."))
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise DtypeError(explain("window", "a pair (left, right) of int or None", repr(window), "Unbounded is (None, None)."))
+    if operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, torch.SymInt)):
+                raise DtypeError(explain(name, "an int", type(value).__name__,
+                                         "Take it where the batch is packed: int(lengths.max()) waits for the device."))  # fmt: skip
+    if operands.alibi_slopes is not None and operands.alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(explain("alibi_slopes", "slopes without a gradient", "requires_grad=True",
+                                       "Detach them: alibi_slopes.detach()."))  # fmt: skip
+
+
+def _describe(tensor) -> str:
+    return f"shape {tuple(tensor.shape)}"
+
+
+def _check_qkv(q, k, v, varlen) -> None:
+    """Rank, dtype, device, sizes and strides of q, k and v."""
+    rank, layout = (3, "(total, heads, dim)") if varlen else (4, "(batch, seqlen, heads, dim)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != rank:
+            way_out = "Add a batch dim with x.unsqueeze(0)." if rank - x.dim() == 1 else ""
+            if varlen and x.dim() == 4:
+                way_out = "Packed sequences have no batch dim: x.flatten(0, 1)."
+            raise ShapeError(explain(name, f"{rank} dims {layout}", _describe(x), way_out))
+        if x.device != q.device:
+            raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+        if x.dtype != q.dtype:
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
+                                     f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
+    if q.device.type not in ("cuda", "cpu"):
+        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else GPU_DTYPES):
+        names = "float16, bfloat16, float32" + (", float64" if q.device.type == "cpu" else " (float64 on a CPU)")
+        raise DtypeError(explain("q", f"dtype {names}", q.dtype, "Cast q, k and v, e.g. to torch.bfloat16."))
+    if not varlen:
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[0] != q.shape[0]:
+                raise ShapeError(explain(name, f"the batch of q, {q.shape[0]}", f"batch {x.shape[0]}"))
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = "the total and heads of k" if varlen else "the batch, seqlen and heads of k"
+        raise ShapeError(explain("v", f"{expected}, {tuple(k.shape[:-1])}", _describe(v)))
+    if k.shape[-1] != q.shape[-1]:
+        raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
+    if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+        raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", f"{q.shape[-2]} and {k.shape[-2]}"))
+    for name, x in (("q", q), ("v", v)):
+        dim = x.shape[-1]
+        if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
+            nearest = min(MAX_HEAD_DIM, max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE)
+            way_out = "" if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and pass softmax_scale."
+            raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
+
+
+def _check_index(name, x, device, shape) -> None:
+    """An int32 vector on the device of q."""
+    if x.dtype != torch.int32:
+        raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
+    if x.device != device:
+        raise DeviceError(explain(name, f"the device of q, {device}", x.device, f"Move it: {name}.to(q.device)."))
+    if x.dim() != 1 or (shape is not None and x.shape[0] != shape):
+        raise ShapeError(explain(name, f"shape ({'batch + 1' if shape is None else shape},)", _describe(x)))
+    if x.stride(0) != 1 and x.shape[0] > 1:
+        raise ShapeError(explain(name, "a contiguous tensor", f"strides {x.stride()}", f"Use {name}.contiguous()."))
+
+
+def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
+    """cu_seqlens and max_seqlen of a packed call; returns the batch."""
+    batch = None
+    for name, x, other in (("cu_seqlens_q", operands.cu_seqlens_q, "cu_seqlens_k"),
+                           ("cu_seqlens_k", operands.cu_seqlens_k, "cu_seqlens_q")):  # fmt: skip
+        if x is None:
+            raise ShapeError(explain(name, f"a tensor, since {other} is given", None, "Pass both, or neither."))
+        _check_index(name, x, operands.q.device, batch if batch is None else batch + 1)
+        if x.shape[0] < 2:
+            raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", _describe(x)))
+        batch = x.shape[0] - 1
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not 0 <= length <= INT32_MAX:
+            raise ValueRangeError(explain(name, f"0 <= {name} <= {INT32_MAX}", length))
+    if _values_readable(operands.q):
+        for name, x, total, longest in (("cu_seqlens_q", operands.cu_seqlens_q, operands.q.shape[0], max_seqlen_q),
+                                        ("cu_seqlens_k", operands.cu_seqlens_k, operands.k.shape[0], max_seqlen_k)):  # fmt: skip
+            _check_cu_seqlens_values(name, x.tolist(), total, longest)
+    return batch
+
+
+def _check_cu_seqlens_values(name, values, total, longest) -> None:
+    lengths = [stop - start for start, stop in zip(values, values[1:])]
+    if values[0] != 0:
+        raise ValueRangeError(explain(name, "a first entry of 0", values[0]))
+    if min(lengths) < 0:
+        bad = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueRangeError(explain(name, "entries that do not decrease", f"{values[bad]} then {values[bad + 1]} at {bad + 1}"))
+    if values[-1] > total:
+        raise ValueRangeError(explain(name, f"a last entry of at most the packed total {total}", values[-1]))
+    if max(lengths) > longest:
+        longest_name = name.replace("cu_seqlens", "max_seqlen")
+        raise ValueRangeError(explain(longest_name, f"at least the longest sequence, {max(lengths)}", longest))
+
+
+def _check_seqused(operands, batch) -> None:
+    for name, x in (("seqused_q", operands.seqused_q), ("seqused_k", operands.seqused_k)):
+        if x is None:
+            continue
+        if operands.cu_seqlens_q is None:
+            raise ShapeError(explain(name, "cu_seqlens_q and cu_seqlens_k beside it", "a batched call", "Use attention_varlen."))
+        _check_index(name, x, operands.q.device, batch)
+        if _values_readable(operands.q):
+            cu_seqlens = (operands.cu_seqlens_q if name == "seqused_q" else operands.cu_seqlens_k).tolist()
+            for i, used in enumerate(x.tolist()):
+                room = cu_seqlens[i + 1] - cu_seqlens[i]
+                if not 0 <= used <= room:
+                    raise ValueRangeError(explain(f"{name}[{i}]", f"0 to the sequence's length {room}", used))
+
+
+def _check_per_head(operands, batch, num_heads) -> None:
+    """ALiBi slopes and sinks."""
+    slopes, sinks = operands.alibi_slopes, operands.sinks
+    if slopes is not None:
+        if slopes.dtype != torch.float32:
+            raise DtypeError(explain("alibi_slopes", "dtype torch.float32", slopes.dtype, "Cast them: alibi_slopes.float()."))
+        if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
+            raise ShapeError(explain("alibi_slopes", f"shape ({num_heads},) or ({batch}, {num_heads})", _describe(slopes)))
+    if sinks is not None:
+        if sinks.dtype not in CPU_DTYPES:
+            raise DtypeError(explain("sinks", "a floating dtype", sinks.dtype))
+        if tuple(sinks.shape) != (num_heads,):
+            raise ShapeError(explain("sinks", f"shape ({num_heads},), one logit a query head", _describe(sinks)))
+    for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if x is None:
+            continue
+        if x.device != operands.q.device:
+            raise DeviceError(explain(name, f"the device of q, {operands.q.device}", x.device, f"Move it: {name}.to(q.device)."))
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}", f"Use {name}.contiguous()."))
+
+
+def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:
+    """window as a tuple; causal closes its right side at the diagonal; a side that hides nothing is None."""
+    for side, value in zip(("left", "right"), window):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+            raise DtypeError(explain(f"window {side}", "an int or None", repr(value)))
+        if not 0 <= value <= INT32_MAX:
+            raise ValueRangeError(explain(f"window {side}", "a number of keys >= 0, or None for unbounded", value,
+                                          "flash_attn's -1 is None here."))  # fmt: skip
+    left, right = window
+    if causal:
+        right = 0
+    # The last query stands at key seqlen_k - 1, the first one seqlen_q - 1 keys before it.
+    left = None if left is None or left >= seqlen_k - 1 else left
+    right = None if right is None or right >= seqlen_q - 1 else right
+    return left, right
+
+
+def _values_readable(tensor) -> bool:
+    """Whether index tensors may be read: for nothing on a CPU, with a wait for the device where debugging is on."""
+    if torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor):
+        return False
+    return tensor.device.type == "cpu" or settings.debug() and not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,15 @@
+"""The environment variables of flashtile; no other module reads os.environ.
+
+FLASHTILE_DEBUG=1   also check the values of index tensors (cu_seqlens, seqused); this waits for the device in every call.
+FLASHTILE_TIER=name use this tier or fail with its refusal; names are those of dispatch.TIERS.
+"""
+
+import os
+
+
+def debug() -> bool:
+    return os.environ.get("FLASHTILE_DEBUG", "0") not in ("", "0")
+
+
+def preferred_tier() -> str | None:
+    return os.environ.get("FLASHTILE_TIER") or None
