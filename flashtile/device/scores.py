@@ -25,18 +25,18 @@ class ScoreParams(NamedTuple):
 
 
 @triton.jit
-def load_slope(params, batch, head):
-    if params.alibi_slopes is None:
+def load_slope(score_params, batch, head):
+    if score_params.alibi_slopes is None:
         return 0.0
     else:
-        return tl.load(params.alibi_slopes + batch * params.alibi_batch_stride + head)
+        return tl.load(score_params.alibi_slopes + batch * score_params.alibi_batch_stride + head)
 
 
 @triton.jit
-def scale_log2(params):
+def scale_log2(score_params):
     """What is left to multiply logits with, to reach base 2."""
-    if params.softcap is None and params.alibi_slopes is None and params.prescaled is None:
-        return params.scale * LOG2_E
+    if score_params.softcap is None and score_params.alibi_slopes is None and score_params.prescaled is None:
+        return score_params.scale * LOG2_E
     else:
         return LOG2_E
 
@@ -48,25 +48,25 @@ def softcap(scores, limit):
 
 
 @triton.jit
-def logits(scores, rows, cols, lengths, slope, params):
-    """Logits up to the factor scale_log2(params); rows and cols are positions that broadcast to the shape of scores."""
-    if params.softcap is None and params.alibi_slopes is None and params.prescaled is None:
+def logits(scores, rows, cols, lengths, slope, score_params):
+    """Logits up to the factor scale_log2(score_params); rows and cols are positions that broadcast to the shape of scores."""
+    if score_params.softcap is None and score_params.alibi_slopes is None and score_params.prescaled is None:
         return scores
     else:
-        scores = scores * params.scale
-        if params.softcap is not None:
-            scores = softcap(scores, params.softcap)
-        if params.alibi_slopes is not None:
+        scores = scores * score_params.scale
+        if score_params.softcap is not None:
+            scores = softcap(scores, score_params.softcap)
+        if score_params.alibi_slopes is not None:
             shift = lengths.seqlen_k - lengths.seqlen_q
             scores = scores - slope * tl.abs(rows + shift - cols).to(tl.float32)
         return scores
 
 
 @triton.jit
-def through_softcap(dscores, scores, params):
+def through_softcap(dscores, scores, score_params):
     """Gradient of scale * q kᵀ from that of the logits; the caller multiplies by the scale. scores: raw q kᵀ."""
-    if params.softcap is None:
+    if score_params.softcap is None:
         return dscores
     else:
-        tanh = softcap(scores * params.scale, params.softcap) / params.softcap
+        tanh = softcap(scores * score_params.scale, score_params.softcap) / score_params.softcap
         return dscores * (1 - tanh * tanh)

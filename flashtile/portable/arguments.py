@@ -19,7 +19,7 @@ class CommonArguments(NamedTuple):
 
     packing: Packing
     window: Window
-    params: ScoreParams
+    score_params: ScoreParams
     dropout: Dropout
     shapes: dict
 
@@ -37,7 +37,7 @@ def rows_of(x, lse=False) -> Rows:
 def common_arguments(problem, operands) -> CommonArguments:
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
     slopes = operands.alibi_slopes
-    params = ScoreParams(
+    score_params = ScoreParams(
         scale=float(problem.softmax_scale),
         softcap=float(problem.softcap) or None,
         alibi_slopes=slopes,
@@ -51,7 +51,7 @@ def common_arguments(problem, operands) -> CommonArguments:
         GROUP_SIZE=problem.group_size, HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=padded_dim(problem.head_dim), BLOCK_DV=padded_dim(problem.head_dim_v), WIDE=problem.wide_rows,
     )  # fmt: skip
-    return CommonArguments(packing, Window(*problem.window), params, dropout, shapes)
+    return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)
 
 
 def allocate_forward(problem, operands):

@@ -60,11 +60,11 @@ def _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window, params, slope, stream, dropout,
+def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window, score_params, slope, stream, dropout,
                    MASKED: tl.constexpr):  # fmt: skip
     """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape."""
-    logits = scores.logits(raw_scores, rows, cols, lengths, slope, params)
-    p = tl.exp2(logits * scores.scale_log2(params) - lse_log2)
+    logits = scores.logits(raw_scores, rows, cols, lengths, slope, score_params)
+    p = tl.exp2(logits * scores.scale_log2(score_params) - lse_log2)
     if MASKED:
         p = tl.where(masks.visible(rows, cols, lengths, window), p, 0.0)
     weights = p
@@ -72,12 +72,12 @@ def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window,
         kept = dropouts.keep(rows, cols, stream, dropout)
         weights = tl.where(kept, p, 0.0)
         dp = tl.where(kept, dp * dropout.keep_scale, 0.0)
-    return weights, scores.through_softcap(p * (dp - delta), raw_scores, params)
+    return weights, scores.through_softcap(p * (dp - delta), raw_scores, score_params)
 
 
 @triton.jit
 def _absorb_query_tile(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window, params,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window, score_params,
     slope, stream, dropout, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _absorb_query_tile(
     lse_log2, delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED)
     dout = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout_row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     weights, dscores = _p_and_dscores(dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], rows[None, :],
-                                      cols[:, None], lengths, window, params, slope, stream, dropout, MASKED)  # fmt: skip
+                                      cols[:, None], lengths, window, score_params, slope, stream, dropout, MASKED)  # fmt: skip
     dv = dot(weights.to(dout.dtype), dout, dv)
     dk = dot(dscores.to(q.dtype), q, dk)
     return dk, dv
@@ -96,7 +96,7 @@ def _absorb_query_tile(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_dkdv(
-    q, k, v, dout, lse, delta, dk, dv, packing, window, params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    q, k, v, dout, lse, delta, dk, dv, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +119,7 @@ def attention_dkdv(
             dout_ptr = head_ptr(dout, work.batch, lengths.start_q, head)
             lse_ptr = head_ptr(lse, work.batch, lengths.start_q, head)
             delta_ptr = head_ptr(delta, work.batch, lengths.start_q, head)
-            slope = scores.load_slope(params, work.batch, head)
+            slope = scores.load_slope(score_params, work.batch, head)
             stream = dropouts.load_stream(dropout, work.batch * num_heads + head)
             for part in tl.static_range(3):
                 if part != 0 or window.right is not None:
@@ -127,20 +127,20 @@ def attention_dkdv(
                     for m_tile in tl.range(begin, end):
                         dk_acc, dv_acc = _absorb_query_tile(
                             dk_acc, dv_acc, k_tile, v_tile, q_ptr, dout_ptr, lse_ptr, delta_ptr, q.row_stride,
-                            dout.row_stride, cols, m_tile, lengths, window, params, slope, stream, dropout, TILE_M, HEAD_DIM,
+                            dout.row_stride, cols, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M, HEAD_DIM,
                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
                         )  # fmt: skip
         if dropout.rng_state is not None:
             dv_acc = dv_acc * dropout.keep_scale
         dk_ptr = head_ptr(dk, work.batch, lengths.start_k, work.head)
         dv_ptr = head_ptr(dv, work.batch, lengths.start_k, work.head)
-        store_tile(dk_ptr, dk_acc * params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE)
+        store_tile(dk_ptr, dk_acc * score_params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE)
         store_tile(dv_ptr, dv_acc, col_begin, lengths.seqlen_k, dv.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, WIDE)
 
 
 @triton.jit
 def _absorb_key_tile(
-    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, params, slope,
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope,
     stream, dropout, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -150,13 +150,13 @@ def _absorb_key_tile(
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     _, dscores = _p_and_dscores(dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], rows[:, None], cols[None, :],
-                                lengths, window, params, slope, stream, dropout, MASKED)  # fmt: skip
+                                lengths, window, score_params, slope, stream, dropout, MASKED)  # fmt: skip
     return dot(dscores.to(k.dtype), k, dq)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_dq(
-    q, k, v, dout, lse, delta, dq, packing, window, params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    q, k, v, dout, lse, delta, dq, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,7 @@ def attention_dq(
         dout_ptr = head_ptr(dout, work.batch, lengths.start_q, work.head)
         k_ptr = head_ptr(k, work.batch, lengths.start_k, kv_head)
         v_ptr = head_ptr(v, work.batch, lengths.start_k, kv_head)
-        slope = scores.load_slope(params, work.batch, work.head)
+        slope = scores.load_slope(score_params, work.batch, work.head)
         stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
         q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
         dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
@@ -185,11 +185,11 @@ def attention_dq(
                 for n_tile in tl.range(begin, end):
                     acc = _absorb_key_tile(
                         acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile,
-                        lengths, window, params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
+                        lengths, window, score_params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
                         WIDE, MASKED=part != 1,
                     )  # fmt: skip
         dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
-        store_tile(dq_ptr, acc * params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE)
+        store_tile(dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE)
 
 
 def launch(problem, configs, operands, out, lse, dout, dlse):
@@ -221,7 +221,7 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout):
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     if grid := num_tiles * problem.num_heads_kv * problem.batch:
         attention_dkdv[(grid,)](
-            *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.params,
+            *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.score_params,
             common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
             TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
         )  # fmt: skip
@@ -234,7 +234,7 @@ def launch_dq(problem, config, common, operands, lse, delta, dout):
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     if grid := num_tiles * problem.num_heads * problem.batch:
         attention_dq[(grid,)](
-            *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.params,
+            *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.score_params,
             common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
             TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
         )  # fmt: skip

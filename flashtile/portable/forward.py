@@ -22,7 +22,7 @@ from flashtile.portable.arguments import allocate_forward, common_arguments, row
 
 @triton.jit
 def _absorb_tile(
-    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, params, slope, stream, dropout,
+    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope, stream, dropout,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -31,10 +31,10 @@ def _absorb_tile(
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     # (TILE_M, TILE_N)
-    logits = scores.logits(dot(q, k.T), rows[:, None], cols[None, :], lengths, slope, params)
+    logits = scores.logits(dot(q, k.T), rows[:, None], cols[None, :], lengths, slope, score_params)
     if MASKED:
         logits = tl.where(masks.visible(rows[:, None], cols[None, :], lengths, window), logits, NEG_INF)
-    state, p, correction = softmax.update(state, logits, scores.scale_log2(params), MASKED)
+    state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
     if dropout.rng_state is not None:
         p = tl.where(dropouts.keep(rows[:, None], cols[None, :], stream, dropout), p, 0.0)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
@@ -44,11 +44,11 @@ def _absorb_tile(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_forward(
-    q, k, v, out, lse, packing, window, params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    q, k, v, out, lse, packing, window, score_params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, out, lse: Rows. packing: Packing. window: Window. params: ScoreParams. sinks: pointer or None."""
+    """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None."""
     work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
@@ -58,7 +58,7 @@ def attention_forward(
         q_ptr = head_ptr(q, work.batch, lengths.start_q, work.head)
         k_ptr = head_ptr(k, work.batch, lengths.start_k, kv_head)
         v_ptr = head_ptr(v, work.batch, lengths.start_k, kv_head)
-        slope = scores.load_slope(params, work.batch, work.head)
+        slope = scores.load_slope(score_params, work.batch, work.head)
         stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
         tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
 
@@ -70,7 +70,7 @@ def attention_forward(
                 begin, end = masks.part_of(tiles, part)
                 for n_tile in tl.range(begin, end):
                     state, acc = _absorb_tile(
-                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window, params,
+                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window, score_params,
                         slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
                     )  # fmt: skip
         if sinks is not None:
@@ -93,10 +93,10 @@ def launch(problem, config, operands):
     grid = (num_tiles * problem.num_heads * problem.batch,)
     if grid[0] == 0:
         return out, lse
-    packing, window, params, dropout, shapes = common_arguments(problem, operands)
+    packing, window, score_params, dropout, shapes = common_arguments(problem, operands)
     attention_forward[grid](
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
-        params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
         TILE_M=config.tile_m, TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **shapes,
     )  # fmt: skip
     return out, lse
