@@ -56,7 +56,8 @@ DEVICES = {
         Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * 10**9, _half(2250, 75), 8e12, source="NVIDIA DGX B200 datasheet, dense"),
     )
 }  # fmt: skip
-CPU = Device("CPU", "cpu", 0, 0)
+# In the interpreter a tile may be as large as it likes.
+CPU = Device("CPU", "cpu", 0, GIB)
 
 
 def by_name(name: str) -> Device:

@@ -117,7 +117,8 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         dq, dk, dv, dsinks = _backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
-        grads = dict(q=dq, k=dk, v=dv, sinks=dsinks if ctx.needs_input_grad[Operands._fields.index("sinks")] else None)
+        needs_dsinks = ctx.needs_input_grad[Operands._fields.index("sinks")]
+        grads = {"q": dq, "k": dk, "v": dv, "sinks": dsinks if needs_dsinks else None}
         return *(grads.get(name) for name in Operands._fields), *(None for _ in ctx.options)
 
 

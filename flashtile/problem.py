@@ -7,6 +7,7 @@ work. Imports neither triton nor a GPU.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -286,7 +287,7 @@ def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
 
 
 def _check_cu_seqlens_values(name, values, total, longest) -> None:
-    lengths = [stop - start for start, stop in zip(values, values[1:])]
+    lengths = [stop - start for start, stop in pairwise(values)]
     if values[0] != 0:
         raise ValueRangeError(explain(name, "a first entry of 0", values[0]))
     if min(lengths) < 0:

@@ -1,7 +1,8 @@
 """The environment variables of flashtile; no other module reads os.environ.
 
-FLASHTILE_DEBUG=1   also check the values of index tensors (cu_seqlens, seqused); this waits for the device in every call.
-FLASHTILE_TIER=name use this tier or fail with its refusal; names are those of dispatch.TIERS.
+FLASHTILE_DEBUG=1    also check the values of index tensors (cu_seqlens, seqused); this waits for the device in every call.
+FLASHTILE_TIER=name  use this tier or fail with its refusal; names are those of dispatch.TIERS.
+TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTILE_TIER=portable, CPU tensors go there.
 """
 
 import os
@@ -13,3 +14,7 @@ def debug() -> bool:
 
 def preferred_tier() -> str | None:
     return os.environ.get("FLASHTILE_TIER") or None
+
+
+def triton_interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")

@@ -1,6 +1,8 @@
 """The portable tier: Triton kernels for every NVIDIA GPU from sm_80 on, all features, forward and backward."""
 
-from flashtile import tiles
+import torch
+
+from flashtile import settings, tiles
 
 KERNELS = ("forward", "delta", "dkdv", "dq")
 
@@ -8,8 +10,11 @@ KERNELS = ("forward", "delta", "dkdv", "dq")
 def refuses(problem, device) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch == "cpu":
-        return "needs a GPU"
-    if device.sm < 80:
+        if not (settings.triton_interprets() and settings.preferred_tier() == "portable"):
+            return "needs a GPU, or FLASHTILE_TIER=portable and TRITON_INTERPRET=1"
+        if problem.dtype not in (torch.float16, torch.float32):
+            return f"Triton's interpreter multiplies float16 and float32 only, not {problem.dtype}"
+    elif device.sm < 80:
         return f"needs sm_80 or newer, the device is {device.arch}"
     for kernel in KERNELS:
         if tiles.select(tiles.PORTABLE, kernel, problem, device) is None:

@@ -47,10 +47,10 @@ def common_arguments(problem, operands) -> CommonArguments:
     dropout = _NO_DROPOUT
     if problem.dropout_p > 0:
         dropout = Dropout(operands.rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
-    shapes = dict(
-        GROUP_SIZE=problem.group_size, HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded_dim(problem.head_dim), BLOCK_DV=padded_dim(problem.head_dim_v), WIDE=problem.wide_rows,
-    )  # fmt: skip
+    shapes = {
+        "GROUP_SIZE": problem.group_size, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_dim(problem.head_dim), "BLOCK_DV": padded_dim(problem.head_dim_v), "WIDE": problem.wide_rows,
+    }  # fmt: skip
     return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)
 
 

@@ -1,0 +1,203 @@
+"""Every case on a GPU, on each tier that takes it: outputs, gradients and lse against float64, and what only a GPU can show."""
+
+import os
+import random
+
+import checks
+import pytest
+import torch
+from cases import BY_NAME, CASES, Case
+
+import flashtile
+from flashtile import dispatch, hardware
+from flashtile.problem import AttentionProblem
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+GPU_TIERS = ["portable"]
+# Random configurations against float64; FLASHTILE_TEST_CONFIGURATIONS=1000 for a long run
+NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
+
+
+@pytest.fixture(params=GPU_TIERS)
+def tier(request, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", request.param)
+    return request.param
+
+
+def skip_refused(tier, case, dtype):
+    """Skip a case that the tier refuses, with its own sentence."""
+    problem = case.problem(case.make(dtype, "cuda"))
+    reason = dispatch.import_module(dispatch.TIERS[tier]).refuses(problem, hardware.detect("cuda"))
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(tier, case, dtype, poisoned):
+    skip_refused(tier, case, dtype)
+    checks.check_attention(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("case", [c.scaled(5) for c in CASES if c.magnitude == 1.0], ids=lambda case: case.name)
+def test_larger_case(tier, case, poisoned):
+    """Five times as long: many tiles in each part of a range, rows that no power of two divides."""
+    skip_refused(tier, case, torch.bfloat16)
+    checks.check_attention(case, torch.bfloat16, "cuda", seed=3)
+
+
+def random_case(seed):
+    draw = random.Random(seed)
+    heads_kv = draw.choice([1, 2, 3])
+    lengths = None
+    if draw.random() < 0.4:
+        lengths = tuple((draw.choice([0, 1, 17, 64, 100, 300]), draw.choice([0, 1, 33, 64, 200, 257])) for _ in range(draw.randint(1, 5)))
+    return Case(
+        f"random_{seed}", seqlen_q=draw.choice([1, 63, 64, 113, 128, 300, 511]), seqlen_k=draw.choice([1, 64, 97, 128, 255, 400]),
+        batch=draw.choice([1, 2, 3]), heads=heads_kv * draw.choice([1, 1, 2, 4]), heads_kv=heads_kv,
+        head_dim=8 * draw.randint(1, 32), head_dim_v=draw.choice([None, None, 8 * draw.randint(1, 32)]),
+        causal=draw.random() < 0.5, window=draw.choice([(None, None), (None, None), (draw.randint(0, 200), draw.randint(0, 200)),
+                                                       (draw.randint(0, 100), None)]),
+        softcap=draw.choice([0.0, 0.0, 5.0]), alibi=draw.choice([None, None, "heads", "batch"]),
+        sinks=draw.choice([None, None, "fp32", "same"]), dropout_p=draw.choice([0.0, 0.0, 0.0, 0.25]), dlse=draw.random() < 0.3,
+        layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths, tail=draw.choice([0, 5]) if lengths else 0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", range(6))
+def test_random_configurations(tier, chunk, poisoned):
+    for seed in range(chunk, NUM_CONFIGURATIONS, 6):
+        case = random_case(seed)
+        dtype = DTYPES[seed % 2]
+        checks.check_attention(case, dtype, "cuda", seed=seed)
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both"])
+def test_bits_repeat(tier, name):
+    """100 runs, the same bits: a race would move them. Without atomics that holds with deterministic=False too."""
+    case = BY_NAME[name].scaled(4)
+    operands = case.make(torch.bfloat16, "cuda")
+    first = None
+    for _ in range(100):
+        with checks.fixed_rng_state(operands.rng_state):
+            result = checks.run(lambda x: case.attend(x), operands, case)
+        if first is None:
+            first = result
+        for key, value in result.items():
+            assert torch.equal(value.nan_to_num(7.0), first[key].nan_to_num(7.0)), key
+
+
+@pytest.mark.parametrize("name", ["causal", "sinks_causal_gqa", "varlen_causal"])
+def test_cuda_graph(tier, name):
+    """Forward and backward in a graph; a replay reads the inputs anew."""
+    case = BY_NAME[name].scaled(3)
+    operands = case.make(torch.bfloat16, "cuda")
+    eager = checks.run(lambda x: case.attend(x), operands, case)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        checks.run(lambda x: case.attend(x), operands, case)
+    torch.cuda.synchronize()
+    dout, dlse = case.output_gradients(eager["out"], eager["lse"])
+    inputs = [x for x in (operands.q, operands.k, operands.v, operands.sinks) if x is not None]
+    outputs = slice(None) if dlse is not None else slice(1)
+    gradients = [x for x in (dout, dlse) if x is not None]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.attend(operands)
+        grads = torch.autograd.grad(list(results[outputs]), inputs, gradients)
+    with torch.no_grad():
+        original = operands.q.clone()
+        operands.q.mul_(2)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert not torch.equal(results[0], eager["out"])
+        operands.q.copy_(original)
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, key in zip((*results, *grads), ("out", "lse", "dq", "dk", "dv", "dsinks")):
+        assert torch.equal(got.nan_to_num(7.0), eager[key].nan_to_num(7.0)), key
+
+
+def test_cuda_graph_draws_new_dropout(tier):
+    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    flashtile.attention(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashtile.attention(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(out, first)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(tier, dynamic):
+    def step(q, k, v, sinks):
+        out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        return out.float().square().sum() + lse.sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for seqlen in (128, 200):
+        inputs = [torch.randn(2, seqlen, h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+        inputs.append(torch.randn(4, device="cuda", requires_grad=True))
+        expected = torch.autograd.grad(step(*inputs), inputs)
+        for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), expected):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["batch", "rows"])
+def test_past_2_to_the_31_elements(tier, layout):
+    """The last head of a tensor of more than 2**31 elements, forward and backward, against that head alone."""
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GiB")
+    batch, seqlen, heads = (9, 4096, 512) if layout == "batch" else (1, 36864, 512)
+    shape = (batch, seqlen, heads, 128)
+    q = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+    assert q.numel() > 2**31
+    q.normal_()
+    k, v = (torch.randn(batch, 256, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    out = flashtile.attention(q, k, v, causal=True)
+    dout = torch.randn(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16).expand(shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    one = [x.detach()[-1:, :, -1:].contiguous().requires_grad_() for x in (q, k, v)]
+    out_one = flashtile.attention(*one, causal=True)
+    grads_one = torch.autograd.grad(out_one, one, dout[-1:, :, -1:].contiguous())
+    assert torch.equal(out[-1:, :, -1:], out_one)
+    for got, want in zip(grads, grads_one):
+        assert torch.equal(got[-1:, :, -1:], want)
+
+
+def test_extra_memory_is_linear(tier):
+    """Beside its results a forward makes lse, a backward delta (and a contiguous copy of nothing)."""
+    batch, seqlen, heads, dim = 1, 8192, 16, 128
+    q, k, v = (torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    row_bytes, tensor_bytes = 4 * seqlen * heads, 2 * q.numel()
+    flashtile.attention(q, k, v).backward(torch.ones_like(q))
+    q.grad = k.grad = v.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flashtile.attention(q, k, v)
+    assert torch.cuda.max_memory_allocated() - before <= tensor_bytes + row_bytes + 4096
+    dout = torch.randn_like(out)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(out, (q, k, v), dout)
+    assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + row_bytes + 4 * q.numel() + 4096
+
+
+def test_problem_too_new_for_any_tier_names_all_refusals(monkeypatch):
+    problem = AttentionProblem(1, 64, 64, 1, 1, 64, 64, torch.float64, softmax_scale=1.0)
+    with pytest.raises(flashtile.UnsupportedError, match="portable"):
+        dispatch.plan(problem, hardware.Device("old", "sm_70", 80, 96 << 10))
+
+
+def test_second_gpu_is_used_without_being_current(tier):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    q = torch.randn(1, 64, 2, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
+    flashtile.attention(q, q, q, causal=True).sum().backward()
+    assert q.grad.isfinite().all()
+
+

@@ -1,0 +1,48 @@
+"""The portable Triton kernels, run by Triton's interpreter on the CPU: every case, forward and backward."""
+
+import dataclasses
+
+import checks
+import pytest
+import torch
+from cases import CASES, named
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run compiled, in tests/gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+# fp16 has its own path through casts of p and dscores; a few masks and shapes show it.
+FP16 = named("square", "causal_ragged", "gqa", "dim_40", "softcap", "sinks_causal_gqa", "dropout", "varlen_cross_causal")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fp32(case, poisoned):
+    checks.check_attention(case, torch.float32)
+
+
+@pytest.mark.parametrize("case", FP16, ids=lambda case: case.name)
+def test_fp16(case, poisoned):
+    checks.check_attention(case, torch.float16)
+
+
+def test_rows_may_lie_far_apart(poisoned):
+    """Row strides from 2**22 on take 64-bit offsets inside a tile."""
+    case = dataclasses.replace(named("causal_short_q")[0], heads=1, heads_kv=1)
+
+    def attend(q, k, v, **options):
+        from flashtile import attention
+
+        storage = torch.empty(1, q.shape[1], 1, 2**22, dtype=q.dtype)
+        wide = storage[..., : q.shape[-1]]
+        wide.copy_(q)
+        assert case.problem(case.make(q.dtype)._replace(q=wide)).wide_rows
+        return attention(wide, k, v, **options)
+
+    checks.check_attention(case, torch.float32, fn=attend)
