@@ -1,7 +1,9 @@
 """plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
 
-A tier is a module with refuses(problem, device) -> reason or None, and configs(problem, device) -> {kernel: TileConfig}; it
-imports its kernels only in run_forward() and run_backward(). No tier is skipped silently: a plan carries every refusal before it.
+A tier is a module with DIRECTIONS that it has kernels for, refuses(problem, device) -> reason or None, and
+configs(problem, device) -> {kernel: TileConfig}; it imports its kernels only in run_forward() and run_backward(). out and lse
+mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped silently: a plan carries
+every refusal before it.
 """
 
 from dataclasses import dataclass
@@ -33,18 +35,20 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem, device, prefer=None) -> Plan:
-    """The first tier that takes the problem, or only `prefer`.
+def plan(problem, device, direction="forward", prefer=None) -> Plan:
+    """The first tier that takes the problem; only `prefer`, if that tier has kernels for the direction.
 
     Raises:
         UnsupportedError: no tier takes it; lists each refusal.
     """
+    if prefer is not None and prefer not in TIERS:
+        raise UnsupportedError(f"no tier is called {prefer!r}; there are {', '.join(TIERS)}.")
+    tiers = {name: import_module(module) for name, module in TIERS.items()}
+    tiers = {name: tier for name, tier in tiers.items() if direction in tier.DIRECTIONS}
+    if prefer in tiers:
+        tiers = {prefer: tiers[prefer]}
     refusals = []
-    names = [prefer] if prefer else TIERS
-    for name in names:
-        if name not in TIERS:
-            raise UnsupportedError(f"no tier is called {name!r}; there are {', '.join(TIERS)}.")
-        tier = import_module(TIERS[name])
+    for name, tier in tiers.items():
         reason = tier.refuses(problem, device)
         if reason is None:
             return Plan(name, tier.configs(problem, device), tuple(refusals))
@@ -53,8 +57,8 @@ def plan(problem, device, prefer=None) -> Plan:
     raise UnsupportedError(f"no tier takes this problem on {device.name} ({device.arch}).\n{reasons}\n  {problem}")
 
 
-def plan_for(problem, torch_device) -> Plan:
+def plan_for(problem, torch_device, direction) -> Plan:
     """The plan of a call on tensors of torch_device, with the tier that the environment prefers."""
     from flashtile import hardware
 
-    return plan(problem, hardware.detect(torch_device), settings.preferred_tier())
+    return plan(problem, hardware.detect(torch_device), direction, settings.preferred_tier())

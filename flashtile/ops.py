@@ -1,7 +1,7 @@
 """The torch ops, one a direction, and autograd over them; the only file that knows about autograd.
 
 An op validates, plans and launches, so that all of it is one node to torch.compile, and costs a call once. Forward and
-backward describe the call to AttentionProblem in the same way, so both get the same plan.
+backward describe the call to AttentionProblem in the same way.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _describe(arguments):
 @torch.library.impl("flashtile::forward", ("CPU", "CUDA"))
 def _forward(*arguments):
     problem, operands = _describe(arguments)
-    plan = dispatch.plan_for(problem, operands.q.device)
+    plan = dispatch.plan_for(problem, operands.q.device, "forward")
     with _on_device_of(operands.q):
         return plan.module.run_forward(problem, plan.configs, operands)
 
@@ -48,7 +48,7 @@ def _forward(*arguments):
 @torch.library.impl("flashtile::backward", ("CPU", "CUDA"))
 def _backward(dout, dlse, out, lse, *arguments):
     problem, operands = _describe(arguments)
-    plan = dispatch.plan_for(problem, operands.q.device)
+    plan = dispatch.plan_for(problem, operands.q.device, "backward")
     if dout.stride(-1) != 1:
         # autograd made it (out.sum() gives an expanded one); the caller can't do better
         dout = dout.contiguous()

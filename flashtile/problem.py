@@ -18,8 +18,7 @@ from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedErr
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 INT32_MAX = 2**31 - 1
-GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CPU_DTYPES = (*GPU_DTYPES, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Operands(NamedTuple):
@@ -231,9 +230,8 @@ def _check_qkv(q, k, v, varlen) -> None:
                                      f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
     if q.device.type not in ("cuda", "cpu"):
         raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
-    if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else GPU_DTYPES):
-        names = "float16, bfloat16, float32" + (", float64" if q.device.type == "cpu" else " (float64 on a CPU)")
-        raise DtypeError(explain("q", f"dtype {names}", q.dtype, "Cast q, k and v, e.g. to torch.bfloat16."))
+    if q.dtype not in DTYPES:
+        raise DtypeError(explain("q", "dtype float16, bfloat16, float32 or float64", q.dtype, "Cast q, k and v."))
     if not varlen:
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != q.shape[0]:
@@ -324,7 +322,7 @@ def _check_per_head(operands, batch, num_heads) -> None:
         if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
             raise ShapeError(explain("alibi_slopes", f"shape ({num_heads},) or ({batch}, {num_heads})", _describe(slopes)))
     if sinks is not None:
-        if sinks.dtype not in CPU_DTYPES:
+        if sinks.dtype not in DTYPES:
             raise DtypeError(explain("sinks", "a floating dtype", sinks.dtype))
         if tuple(sinks.shape) != (num_heads,):
             raise ShapeError(explain("sinks", f"shape ({num_heads},), one logit a query head", _describe(sinks)))

@@ -91,9 +91,13 @@ PORTABLE = (
 )
 
 
-def padded_dim(head_dim: int) -> int:
-    """Columns of a tile that holds head_dim: a power of two, at least the 16 that a product needs."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+def padded_dim(head_dim: int, itemsize: int) -> int:
+    """Columns of a tile that holds head_dim: a power of two, at least 16 for a product, and 128 bytes of a 2-byte dtype.
+
+    Triton 3.6 multiplies wrongly on Hopper when a right operand with shorter rows did not come through the load pipeline
+    (seen with fp16 and bf16 rows of 16 and 32; rows of 64 and more are right): the cases dim_40_8 and dim_224_32_sliced.
+    """
+    return max(64 if itemsize == 2 else 16, 1 << (head_dim - 1).bit_length())
 
 
 def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int) -> int:
@@ -111,13 +115,14 @@ def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, i
 
 def feasible(kernel, config, problem, device) -> bool:
     """Whether the tiles of a problem fit in a block's shared memory."""
-    block_d, block_dv = padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
-    return shared_bytes(kernel, config, block_d, block_dv, problem.dtype.itemsize) <= device.smem_bytes
+    itemsize = problem.dtype.itemsize
+    block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
+    return shared_bytes(kernel, config, block_d, block_dv, itemsize) <= device.smem_bytes
 
 
 def select(table, kernel, problem, device) -> Row | None:
     """The row of a kernel for a problem on a device, or None where nothing fits."""
-    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v))
+    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
     for where in (device.name, device.arch, ""):
         for row in table:
             if (

@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 
 
+DIRECTIONS = ("forward", "backward")
+
+
 def refuses(problem, device) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch != "cpu":

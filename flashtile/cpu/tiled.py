@@ -3,6 +3,9 @@
 from flashtile.reference import fa2
 
 
+DIRECTIONS = ("forward", "backward")
+
+
 def refuses(problem, device) -> str | None:
     """Why this tier does not take a problem, or None."""
     return None if device.arch == "cpu" else "is for CPU tensors"

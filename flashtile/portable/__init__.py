@@ -4,6 +4,7 @@ import torch
 
 from flashtile import settings, tiles
 
+DIRECTIONS = ("forward", "backward")
 KERNELS = ("forward", "delta", "dkdv", "dq")
 
 
@@ -16,6 +17,8 @@ def refuses(problem, device) -> str | None:
             return f"Triton's interpreter multiplies float16 and float32 only, not {problem.dtype}"
     elif device.sm < 80:
         return f"needs sm_80 or newer, the device is {device.arch}"
+    elif problem.dtype == torch.float64:
+        return "takes float16, bfloat16 and float32; float64 is for CPU tensors"
     for kernel in KERNELS:
         if tiles.select(tiles.PORTABLE, kernel, problem, device) is None:
             return f"no tile of the {kernel} kernel fits in {device.smem_bytes >> 10} KiB of shared memory"

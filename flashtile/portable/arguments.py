@@ -49,7 +49,8 @@ def common_arguments(problem, operands) -> CommonArguments:
         dropout = Dropout(operands.rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
     shapes = {
         "GROUP_SIZE": problem.group_size, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_dim(problem.head_dim), "BLOCK_DV": padded_dim(problem.head_dim_v), "WIDE": problem.wide_rows,
+        "BLOCK_D": padded_dim(problem.head_dim, problem.dtype.itemsize),
+        "BLOCK_DV": padded_dim(problem.head_dim_v, problem.dtype.itemsize), "WIDE": problem.wide_rows,
     }  # fmt: skip
     return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)
 

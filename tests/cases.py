@@ -1,0 +1,316 @@
+"""The calls that every implementation is tested on: named rows, each for a feature or for an awkward shape.
+
+Shapes are small enough for Triton's interpreter; `Case.scaled` makes one worth a GPU.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+
+import flashtile
+from flashtile.problem import AttentionProblem, Operands
+
+# Philox seed and offset of every case with dropout; both words of the seed are in use
+RNG_STATE = (0x1234_5678_9ABC_DEF0, 40)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. lengths makes it a packed one: (seqlen_q, seqlen_k) of each sequence."""
+
+    name: str
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+    batch: int = 1
+    heads: int = 2
+    heads_kv: int = 2
+    head_dim: int = 64
+    # None is head_dim
+    head_dim_v: int | None = None
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    # None, "heads" or "batch": the shape of the slopes
+    alibi: str | None = None
+    # None, "fp32" or "same": their dtype
+    sinks: str | None = None
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    # also a gradient of lse
+    dlse: bool = False
+    # of q, k and v: contiguous, heads_first, seq_first, sliced, packed_qkv, shared_kv
+    layout: str = "contiguous"
+    # "random", in the layout of q where that can be, or "expanded": all strides 0, as out.sum().backward() gives it
+    dout: str = "random"
+    # of q and k; large values make the softmax a maximum
+    magnitude: float = 1.0
+    lengths: tuple[tuple[int, int], ...] | None = None
+    # used (seqlen_q, seqlen_k) of each sequence; None in place of one of the two is all of it
+    used: tuple[tuple[int | None, int | None], ...] | None = None
+    # rows behind the last sequence
+    tail: int = 0
+
+    def scaled(self, factor):
+        """The same case with lengths and window multiplied; lengths 0 and 1 stay."""
+
+        def scale(n):
+            return n if n is None or n <= 1 else n * factor
+
+        def scale_pairs(pairs):
+            return None if pairs is None else tuple(tuple(scale(n) for n in pair) for pair in pairs)
+
+        return replace(
+            self, seqlen_q=scale(self.seqlen_q), seqlen_k=scale(self.seqlen_k), window=scale_pairs([self.window])[0],
+            lengths=scale_pairs(self.lengths), used=scale_pairs(self.used),
+        )  # fmt: skip
+
+    @property
+    def varlen(self):
+        return self.lengths is not None
+
+    @property
+    def options(self):
+        """Keyword arguments beside tensors of `flashtile.attention` or `flashtile.attention_varlen`; return_lse is True."""
+        longest = {}
+        if self.varlen:
+            longest = {"max_seqlen_q": max(q for q, _ in self.lengths), "max_seqlen_k": max(k for _, k in self.lengths)}
+        return {
+            **longest, "causal": self.causal, "window": self.window, "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap, "dropout_p": self.dropout_p, "deterministic": self.deterministic, "return_lse": True,
+        }  # fmt: skip
+
+    def problem(self, operands):
+        return AttentionProblem.from_tensors(operands, **self.options)
+
+    def attend(self, operands, fn=None):
+        """(out, lse) of fn, which takes the arguments of `flashtile.attention` or `flashtile.attention_varlen`."""
+        tensors = {"alibi_slopes": operands.alibi_slopes, "sinks": operands.sinks}
+        if self.varlen:
+            tensors |= {name: getattr(operands, name) for name in Operands._fields[3:7]}
+        fn = fn or (flashtile.attention_varlen if self.varlen else flashtile.attention)
+        return fn(operands.q, operands.k, operands.v, **tensors, **self.options)
+
+    def make(self, dtype, device="cpu", seed=0):
+        """Operands with N(0, 1) values that require a gradient, the same on all devices.
+
+        Rows of packed tensors outside of all sequences, and elements between the rows of a sliced layout, are NaN.
+        """
+        draw = _Draw(seed, dtype, device)
+        batch, heads, heads_kv = self._batch, self.heads, self.heads_kv
+        dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        rows_q, rows_k = ([sum(side) + self.tail for side in zip(*self.lengths, strict=True)] if self.varlen
+                          else [(batch, self.seqlen_q), (batch, self.seqlen_k)])  # fmt: skip
+        if self.layout == "shared_kv":
+            rows_k = (1, self.seqlen_k)
+        q = draw(rows_q, heads, self.head_dim) * self.magnitude
+        k = draw(rows_k, heads_kv, self.head_dim) * self.magnitude
+        v = draw(rows_k, heads_kv, dim_v)
+        index = self._index_tensors(device)
+        if self.varlen:
+            q[~self.used_rows(0, device)] = float("nan")
+            k[~self.used_rows(1, device)] = float("nan")
+            v[~self.used_rows(1, device)] = float("nan")
+        if self.layout == "packed_qkv":
+            q, k, v = torch.stack([q, k, v], -3).unbind(-3)
+        elif self.layout == "shared_kv":
+            k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
+        else:
+            q, k, v = (laid_out(x, self.layout) for x in (q, k, v))
+        slopes = None
+        if self.alibi:
+            slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
+            if self.alibi == "batch":
+                slopes = slopes * torch.arange(1, batch + 1, device=device)[:, None]
+        sinks = None
+        if self.sinks:
+            sinks = draw(heads).to(torch.float32 if self.sinks == "fp32" else dtype).detach().requires_grad_()
+        rng_state = torch.tensor(RNG_STATE, device=device) if self.dropout_p else None
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return Operands(q, k, v, **index, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
+
+    def output_gradients(self, out, lse, seed=1):
+        """(dout, dlse) for the outputs of a call; dlse is None where the case wants none."""
+        draw = _Draw(seed, out.dtype, out.device)
+        dout = draw(*out.shape)
+        if self.varlen:
+            dout[~self.used_rows(0, out.device)] = float("nan")
+        if self.dout == "expanded":
+            dout = draw(1).expand(out.shape)
+        elif self.layout in ("heads_first", "seq_first", "sliced"):
+            dout = laid_out(dout, self.layout)
+        return dout, draw(*lse.shape).to(lse.dtype) if self.dlse else None
+
+    def used_rows(self, side, device):
+        """Mask of the packed rows that belong to a sequence; side 0 is q, 1 is k."""
+        mask = []
+        for i, pair in enumerate(self.lengths):
+            used = pair[side] if self.used is None or self.used[i][side] is None else self.used[i][side]
+            mask += [True] * used + [False] * (pair[side] - used)
+        return torch.tensor(mask + [False] * self.tail, dtype=torch.bool, device=device)
+
+    @property
+    def _batch(self):
+        return len(self.lengths) if self.varlen else self.batch
+
+    def _index_tensors(self, device):
+        if not self.varlen:
+            return {}
+        index = {}
+        for side, name in enumerate("qk"):
+            lengths = torch.tensor([0] + [pair[side] for pair in self.lengths])
+            index[f"cu_seqlens_{name}"] = lengths.cumsum(0).to(torch.int32).to(device)
+            if self.used is not None and self.used[0][side] is not None:
+                index[f"seqused_{name}"] = torch.tensor([pair[side] for pair in self.used], dtype=torch.int32, device=device)
+        return index
+
+
+class _Draw:
+    """N(0, 1) tensors from a seed; drawn on the CPU so that all devices see the same."""
+
+    def __init__(self, seed, dtype, device):
+        self.generator, self.dtype, self.device = torch.Generator().manual_seed(seed), dtype, device
+
+    def __call__(self, rows, *dims):
+        rows = rows if isinstance(rows, tuple) else (rows,)
+        return torch.randn(*rows, *dims, generator=self.generator).to(self.device, self.dtype)
+
+
+def laid_out(x, layout):
+    """The values of x, (..., seqlen, heads, dim), behind other strides."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "heads_first":
+        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    if layout == "seq_first":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "sliced":
+        wider = x.new_full((*x.shape[:-1], x.shape[-1] + 8), float("nan"))
+        wider[..., : x.shape[-1]] = x
+        return wider[..., : x.shape[-1]]
+    raise ValueError(f"no layout {layout}")
+
+
+_RAGGED = ((37, 37), (1, 1), (80, 80))
+_RAGGED_CROSS = ((37, 61), (70, 20), (1, 65))
+_EMPTIES = ((0, 0), (33, 40), (0, 17), (18, 0), (5, 5), (0, 0))
+
+CASES = [
+    # Shapes
+    Case("one_token", 1, 1),
+    Case("square", 64, 64, batch=2),
+    Case("one_below_tile", 127, 127),
+    Case("one_above_tile", 129, 129, heads=1, heads_kv=1),
+    Case("one_query", 1, 100, batch=2),
+    Case("one_key", 70, 1),
+    Case("short_q", 33, 129),
+    Case("long_q", 129, 33),
+    Case("no_keys", 20, 0),
+    Case("no_queries", 0, 20),
+    Case("no_batch", 20, 20, batch=0, causal=True),
+    # Causal and window
+    Case("causal", 128, 128, batch=2, causal=True),
+    Case("causal_ragged", 127, 127, causal=True),
+    Case("causal_short_q", 33, 129, causal=True),
+    Case("causal_empty_rows", 129, 33, causal=True),
+    Case("causal_one_query", 1, 100, causal=True),
+    Case("causal_no_keys", 20, 0, causal=True),
+    Case("window_both", 100, 100, window=(16, 11)),
+    Case("window_left", 100, 100, window=(20, None)),
+    Case("window_right", 100, 100, window=(None, 10)),
+    Case("window_diagonal", 65, 65, window=(0, 0)),
+    Case("window_causal", 129, 129, heads=1, heads_kv=1, causal=True, window=(31, None)),
+    Case("window_wider_than_seqlen", 70, 50, window=(1000, 1000)),
+    Case("window_short_q", 20, 130, window=(15, 5)),
+    Case("window_empty_rows", 130, 20, window=(5, 3), batch=2),
+    Case("window_unseen_keys", 16, 130, causal=True, window=(8, None)),
+    # Head dims and groups
+    Case("dim_8", 65, 65, head_dim=8),
+    Case("dim_16_causal", 65, 65, head_dim=16, causal=True),
+    Case("dim_40", 65, 65, head_dim=40),
+    Case("dim_72_causal", 65, 65, head_dim=72, causal=True),
+    Case("dim_96", 65, 65, head_dim=96),
+    Case("dim_128_causal", 70, 70, head_dim=128, causal=True),
+    Case("dim_160", 40, 65, heads=1, heads_kv=1, head_dim=160),
+    Case("dim_192", 40, 65, heads=1, heads_kv=1, head_dim=192),
+    Case("dim_256_causal", 40, 65, heads=1, heads_kv=1, head_dim=256, causal=True),
+    Case("dim_192_128", 40, 65, head_dim=192, head_dim_v=128, causal=True),
+    Case("dim_32_256", 40, 65, heads=1, heads_kv=1, head_dim=32, head_dim_v=256),
+    Case("dim_40_8", 65, 40, head_dim=40, head_dim_v=8, window=(30, 30)),
+    Case("dim_224_32_sliced", 20, 97, batch=3, heads=1, heads_kv=1, head_dim=224, head_dim_v=32, window=(39, None), layout="sliced"),
+    Case("gqa", 65, 65, batch=2, heads=4, heads_kv=2, causal=True),
+    Case("gqa_3_to_1", 65, 65, heads=3, heads_kv=1),
+    Case("mqa", 50, 70, batch=2, heads=4, heads_kv=1, causal=True),
+    # Scores
+    Case("scale", 65, 65, softmax_scale=0.5),
+    Case("scale_negative", 65, 65, causal=True, softmax_scale=-0.2),
+    Case("scale_zero", 65, 65, causal=True, softmax_scale=0.0),
+    Case("large_scores", 65, 65, causal=True, magnitude=6.0),
+    Case("softcap", 65, 65, softcap=2.0),
+    Case("softcap_causal_gqa", 40, 70, heads=4, heads_kv=2, causal=True, softcap=10.0, magnitude=3.0, dlse=True),
+    Case("alibi", 65, 65, heads=4, heads_kv=4, alibi="heads"),
+    Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch"),
+    Case("alibi_softcap_window", 70, 40, batch=2, heads=4, heads_kv=2, window=(20, 20), softcap=5.0, alibi="heads"),
+    Case("sinks", 65, 65, batch=2, sinks="fp32"),
+    Case("sinks_causal_gqa", 65, 65, heads=4, heads_kv=2, causal=True, sinks="same", dlse=True),
+    Case("sinks_empty_rows", 90, 33, causal=True, sinks="fp32", dlse=True),
+    Case("sinks_no_keys", 20, 0, sinks="fp32", dlse=True),
+    Case("dlse", 65, 65, dlse=True),
+    Case("dlse_empty_rows", 90, 33, causal=True, dlse=True),
+    # Dropout and determinism
+    Case("dropout", 65, 65, batch=2, dropout_p=0.2),
+    Case("dropout_causal_gqa", 50, 70, batch=2, heads=4, heads_kv=2, causal=True, dropout_p=0.5, dlse=True),
+    Case("dropout_everything", 65, 65, heads=4, heads_kv=2, window=(40, 10), softcap=5.0, alibi="heads", sinks="fp32",
+         dropout_p=0.1),
+    Case("deterministic", 129, 129, heads=4, heads_kv=2, causal=True, deterministic=True),
+    # Strides
+    Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),
+    Case("seq_first", 65, 65, batch=2, layout="seq_first"),
+    Case("sliced", 65, 65, batch=2, head_dim=40, layout="sliced"),
+    Case("packed_qkv", 65, 65, batch=2, layout="packed_qkv", causal=True),
+    Case("shared_kv", 65, 65, batch=2, layout="shared_kv"),
+    Case("dout_expanded", 65, 65, batch=2, dout="expanded", causal=True),
+    # Packed sequences
+    Case("varlen", lengths=_RAGGED),
+    Case("varlen_causal", lengths=_RAGGED, causal=True, heads=4, heads_kv=2),
+    Case("varlen_cross_causal", lengths=_RAGGED_CROSS, causal=True, dlse=True),
+    Case("varlen_one", lengths=((65, 65),), causal=True),
+    Case("varlen_empties", lengths=_EMPTIES, causal=True),
+    Case("varlen_all_empty", lengths=((0, 0), (0, 0))),
+    Case("varlen_tail", lengths=_RAGGED_CROSS, tail=9),
+    Case("varlen_window", lengths=_RAGGED_CROSS, window=(12, 6), tail=3),
+    Case("varlen_used", lengths=_RAGGED, used=((30, 25), (0, 1), (64, 80)), causal=True),
+    Case("varlen_used_k", lengths=_RAGGED_CROSS, used=((None, 50), (None, 0), (None, 64)), head_dim=40),
+    Case("varlen_scores", lengths=_EMPTIES, heads=4, heads_kv=2, causal=True, softcap=5.0, alibi="batch", sinks="fp32",
+         dlse=True),
+    Case("varlen_dropout", lengths=_RAGGED_CROSS, used=((30, 61), (70, 10), (1, 65)), dropout_p=0.3),
+    Case("varlen_packed_qkv", lengths=_RAGGED, layout="packed_qkv", causal=True, head_dim=32),
+    Case("varlen_heads_first", lengths=_RAGGED, layout="heads_first", deterministic=True),
+]  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def named(*names):
+    """Some of the cases, for tests that need few."""
+    return [BY_NAME[name] for name in names]
+
+
+@st.composite
+def any_case(draw, longest=40, largest_dim=48):
+    """A drawn call with any of the options, for hypothesis."""
+    lengths = st.tuples(st.integers(0, longest), st.integers(0, longest))
+    side = st.none() | st.integers(0, longest)
+    dims = st.integers(1, largest_dim // 8).map(lambda n: 8 * n)
+    heads_kv = draw(st.integers(1, 2))
+    seqlen_q, seqlen_k = draw(lengths)
+    return Case(
+        "drawn", seqlen_q, seqlen_k, batch=draw(st.integers(1, 2)), heads=heads_kv * draw(st.integers(1, 3)), heads_kv=heads_kv,
+        head_dim=draw(dims), head_dim_v=draw(dims), causal=draw(st.booleans()), window=(draw(side), draw(side)),
+        softmax_scale=draw(st.none() | st.floats(-1, 1)), softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        alibi=draw(st.sampled_from([None, "heads", "batch"])), sinks=draw(st.sampled_from([None, None, "fp32"])),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.25])), deterministic=draw(st.booleans()), dlse=draw(st.booleans()),
+        layout=draw(st.sampled_from(["contiguous", "heads_first", "sliced"])),
+        lengths=draw(st.none() | st.lists(lengths, min_size=1, max_size=3).map(tuple)), tail=draw(st.integers(0, 3)),
+    )  # fmt: skip

@@ -1,0 +1,29 @@
+"""What all tests share: the skip of GPU tests, and fixtures."""
+
+import pytest
+import torch
+from checks import poisoned_memory
+from hypothesis import settings
+
+# The tensors of tests are small: threads would wait for each other more than they compute.
+torch.set_num_threads(1)
+
+# No deadline: the first example may compile, and the interpreter is slow. No database: a test writes nothing beside itself.
+settings.register_profile("flashtile", deadline=None, database=None)
+settings.load_profile("flashtile")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def poisoned():
+    """Uninitialised memory holds NaN in this test."""
+    with poisoned_memory():
+        yield

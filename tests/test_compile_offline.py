@@ -1,0 +1,99 @@
+"""Every tile row compiles for its architectures without a GPU, fits in shared memory and spills nothing."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ARCHS = (80, 90, 100)
+# Bytes that a row may spill, by the name that `_name` gives it; written down only where a spill can't be avoided, or is
+# measured to be worth it. At most that, with every version of Triton.
+BUDGET = json.loads((HERE / "spill_budget.json").read_text())
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(600),
+    pytest.mark.slow,
+]
+
+
+def _compile(*arguments):
+    """Run offline.py in a process where Triton compiles; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
+    command = [sys.executable, HERE / "offline.py", *map(str, arguments)]
+    process = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def _name(row):
+    return "{kernel} d{block_dim} {itemsize}B {tile} warps{warps} stages{stages} sm_{arch}".format(**row)
+
+
+def _problems(row):
+    """What is wrong with a compiled row, in words."""
+    if "error" in row:
+        return [f"{_name(row)}: does not compile: {row['error']}"]
+    problems = []
+    if row["spill_bytes"] > BUDGET.get(_name(row), 0):
+        problems.append(f"{_name(row)}: spills {row['spill_bytes']} bytes a thread, {row['registers']} registers")
+    if row["shared_bytes"] > row["smem_limit"]:
+        problems.append(f"{_name(row)}: needs {row['shared_bytes']} bytes of shared memory of {row['smem_limit']}")
+    return problems
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_compile_without_spills(arch):
+    rows = _compile(arch)
+    assert {row["kernel"] for row in rows} >= {"forward", "delta", "dkdv", "dq"}
+    problems = [problem for row in rows for problem in _problems(row)]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_features_at_once_compile(arch):
+    """Spills are allowed here: such a call is rare, and its tile is that of the plain one."""
+    rows = _compile(arch, "features")
+    assert len(rows) >= 4
+    problems = [problem for row in rows for problem in _problems(row) if ": spills " not in problem]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_budget_names_rows_that_exist():
+    from flashtile import tiles
+
+    known = {
+        f"{row.kernel} d{row.block_dim} {row.itemsize}B {row.config.tile_m}x{row.config.tile_n} warps{row.config.num_warps} "
+        f"stages{row.config.num_stages} sm_{arch}"
+        for row in tiles.PORTABLE
+        for arch in ARCHS
+    }
+    assert set(BUDGET) <= known
+
+
+@pytest.mark.parametrize(("arch", "instruction"), [(80, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")])
+def test_report(arch, instruction):
+    """The numbers of a report say what the kernel is: tensor cores in one, spills in the other."""
+    good, large = _compile(arch, "sample")
+    assert (good["kernel"], good["arch"], good["num_warps"]) == ("scaled_product", arch, 4)
+    assert 16 <= good["registers"] <= 255
+    assert good["spill_bytes"] == good["local_accesses"] == 0
+    assert good["shared_bytes"] >= 2 * 64 * 64 * 2
+    assert good["tensor_core"][instruction] > 0
+    assert good["ptxas_s"] > 0
+    assert large["spill_bytes"] > 0 and large["local_accesses"] > 0
+    assert large["ptxas_s"] is None
+
+
+def test_interpreter_is_refused():
+    """Under the interpreter nothing is compiled, and the error says so."""
+    code = "from flashtile.bench import offline\nwith offline.launches(90): pass"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parent)}
+    process = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
+    assert "UnsupportedError: offline compilation: expected a process without TRITON_INTERPRET=1" in process.stderr

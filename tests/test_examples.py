@@ -1,0 +1,32 @@
+"""The examples, in a short form."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["sdpa", "reference"])
+def test_train_bytes(tier):
+    """Both losses fall and agree; with tier reference the attention of the two runs shares no code."""
+    environment = os.environ | {"FLASHTILE_TIER": tier, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "examples" / "train_bytes.py", *"--device cpu --steps 16 --seqlen 64".split()]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"flashtile's tier: {tier}" in process.stdout
+    assert re.search(r"text: [\d,]{7,} bytes", process.stdout)
+    assert "ok: both losses fell, and they agree within noise" in process.stdout
+    for name in ("flashtile", "sdpa"):
+        assert re.search(rf"^{name} +[\d.]+ +\d+ ms +\d+ MiB$", process.stdout, re.MULTILINE)
+
+
+def test_train_bytes_needs_a_few_steps():
+    command = [sys.executable, ROOT / "examples" / "train_bytes.py", "--steps", "2"]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and "--steps: at least 10" in process.stderr
