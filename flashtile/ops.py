@@ -7,6 +7,7 @@ backward describe the call to AttentionProblem in the same way.
 import torch
 
 from flashtile import dispatch
+from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import AttentionProblem, Operands, check_arguments
 
 _TENSORS = (
@@ -20,7 +21,8 @@ _OPTIONS = (
 torch.library.define("flashtile::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashtile::backward",
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 _NUM_TENSORS = len(Operands._fields)
 
@@ -95,28 +97,30 @@ def _on_device_of(tensor):
     return torch.cuda.device(tensor.device)
 
 
-_forward_op = torch.ops.flashtile.forward.default
-_backward_op = torch.ops.flashtile.backward.default
+forward_op = torch.ops.flashtile.forward.default
+backward_op = torch.ops.flashtile.backward.default
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
-        out, lse = _forward_op(*arguments)
+        out, lse = forward_op(*arguments)
         ctx.save_for_backward(out, lse, *arguments[:_NUM_TENSORS])
         ctx.options = arguments[_NUM_TENSORS:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            way_out = "flashtile.reference.naive.attention has second derivatives."
+            raise UnsupportedError(explain("attention", "first derivatives only", "create_graph=True", way_out))
         out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (_NUM_TENSORS + len(ctx.options))
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dsinks = _backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
+        dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
         needs_dsinks = ctx.needs_input_grad[Operands._fields.index("sinks")]
         grads = {"q": dq, "k": dk, "v": dv, "sinks": dsinks if needs_dsinks else None}
         return *(grads.get(name) for name in Operands._fields), *(None for _ in ctx.options)
@@ -131,7 +135,17 @@ def draw_rng_state(device):
 
 
 def attention(
-    operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, window, softmax_scale, softcap, dropout_p, deterministic, return_lse
+    operands,
+    *,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    causal,
+    window,
+    softmax_scale,
+    softcap,
+    dropout_p,
+    deterministic,
+    return_lse,
 ):
     """The one entry: `flashtile.attention` and `flashtile.attention_varlen` on Operands."""
     check_arguments(operands, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
@@ -143,5 +157,5 @@ def attention(
                return_lse)  # fmt: skip
     differentiable = (operands.q, operands.k, operands.v, operands.sinks)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
-    out, lse = (_Attention.apply if needs_grad else _forward_op)(*operands, *options)
+    out, lse = (_Attention.apply if needs_grad else forward_op)(*operands, *options)
     return (out, lse) if return_lse else out

@@ -201,8 +201,8 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
     if operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, torch.SymInt)):
-                raise DtypeError(explain(name, "an int", type(value).__name__,
-                                         "Take it where the batch is packed: int(lengths.max()) waits for the device."))  # fmt: skip
+                way_out = "Take it where the batch is packed: int(lengths.max()) waits for the device."
+                raise DtypeError(explain(name, "an int", type(value).__name__, way_out))
     if operands.alibi_slopes is not None and operands.alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(explain("alibi_slopes", "slopes without a gradient", "requires_grad=True",
                                        "Detach them: alibi_slopes.detach()."))  # fmt: skip
@@ -278,8 +278,10 @@ def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
         if not 0 <= length <= INT32_MAX:
             raise ValueRangeError(explain(name, f"0 <= {name} <= {INT32_MAX}", length))
     if _values_readable(operands.q):
-        for name, x, total, longest in (("cu_seqlens_q", operands.cu_seqlens_q, operands.q.shape[0], max_seqlen_q),
-                                        ("cu_seqlens_k", operands.cu_seqlens_k, operands.k.shape[0], max_seqlen_k)):  # fmt: skip
+        for name, x, total, longest in (
+            ("cu_seqlens_q", operands.cu_seqlens_q, operands.q.shape[0], max_seqlen_q),
+            ("cu_seqlens_k", operands.cu_seqlens_k, operands.k.shape[0], max_seqlen_k),
+        ):
             _check_cu_seqlens_values(name, x.tolist(), total, longest)
     return batch
 
@@ -290,7 +292,9 @@ def _check_cu_seqlens_values(name, values, total, longest) -> None:
         raise ValueRangeError(explain(name, "a first entry of 0", values[0]))
     if min(lengths) < 0:
         bad = next(i for i, length in enumerate(lengths) if length < 0)
-        raise ValueRangeError(explain(name, "entries that do not decrease", f"{values[bad]} then {values[bad + 1]} at {bad + 1}"))
+        raise ValueRangeError(
+            explain(name, "entries that do not decrease", f"{values[bad]} then {values[bad + 1]} at {bad + 1}")
+        )
     if values[-1] > total:
         raise ValueRangeError(explain(name, f"a last entry of at most the packed total {total}", values[-1]))
     if max(lengths) > longest:
@@ -303,7 +307,9 @@ def _check_seqused(operands, batch) -> None:
         if x is None:
             continue
         if operands.cu_seqlens_q is None:
-            raise ShapeError(explain(name, "cu_seqlens_q and cu_seqlens_k beside it", "a batched call", "Use attention_varlen."))
+            raise ShapeError(
+                explain(name, "cu_seqlens_q and cu_seqlens_k beside it", "a batched call", "Use attention_varlen.")
+            )
         _check_index(name, x, operands.q.device, batch)
         if _values_readable(operands.q):
             cu_seqlens = (operands.cu_seqlens_q if name == "seqused_q" else operands.cu_seqlens_k).tolist()
@@ -330,9 +336,13 @@ def _check_per_head(operands, batch, num_heads) -> None:
         if x is None:
             continue
         if x.device != operands.q.device:
-            raise DeviceError(explain(name, f"the device of q, {operands.q.device}", x.device, f"Move it: {name}.to(q.device)."))
+            raise DeviceError(
+                explain(name, f"the device of q, {operands.q.device}", x.device, f"Move it: {name}.to(q.device).")
+            )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}", f"Use {name}.contiguous()."))
+            raise ShapeError(
+                explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}", f"Use {name}.contiguous().")
+            )
 
 
 def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:

@@ -126,8 +126,11 @@ def select(table, kernel, problem, device) -> Row | None:
     for where in (device.name, device.arch, ""):
         for row in table:
             if (
-                row.kernel == kernel and row.device == where and block_dim <= row.block_dim and problem.dtype.itemsize <= row.itemsize
-                and row.causal in (None, problem.causal) and feasible(kernel, row.config, problem, device)
-            ):  # fmt: skip
+                (row.kernel, row.device) == (kernel, where)
+                and block_dim <= row.block_dim
+                and problem.dtype.itemsize <= row.itemsize
+                and row.causal in (None, problem.causal)
+                and feasible(kernel, row.config, problem, device)
+            ):
                 return row
     return None

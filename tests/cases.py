@@ -238,7 +238,7 @@ CASES = [
     Case("dim_192_128", 40, 65, head_dim=192, head_dim_v=128, causal=True),
     Case("dim_32_256", 40, 65, heads=1, heads_kv=1, head_dim=32, head_dim_v=256),
     Case("dim_40_8", 65, 40, head_dim=40, head_dim_v=8, window=(30, 30)),
-    Case("dim_224_32_sliced", 20, 97, batch=3, heads=1, heads_kv=1, head_dim=224, head_dim_v=32, window=(39, None), layout="sliced"),
+    Case("dim_224_32_sliced", 20, 97, heads=1, heads_kv=1, head_dim=224, head_dim_v=32, window=(39, None), layout="sliced"),
     Case("gqa", 65, 65, batch=2, heads=4, heads_kv=2, causal=True),
     Case("gqa_3_to_1", 65, 65, heads=3, heads_kv=1),
     Case("mqa", 50, 70, batch=2, heads=4, heads_kv=1, causal=True),

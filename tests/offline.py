@@ -1,7 +1,7 @@
 """Compile every tile row of the portable tier without a GPU, and print a JSON line for each: what it costs.
 
-    python tests/offline.py 90              the plain causal call of each row
-    python tests/offline.py 90 features     the 16 bit rows up to head dim 128, every option of the API on
+    python tests/offline.py 90              every row that dispatch can choose on sm_90, in plain calls
+    python tests/offline.py 90 features     the 16 bit rows up to head dim 128, with every option of the API
     python tests/offline.py 90 sample       a kernel of this file, to test flashtile.bench.offline itself
 
 A script of its own: Triton's interpreter, which the other tests use, and its compiler exclude each other in one process. The
@@ -11,6 +11,7 @@ launch functions of the package run as they are, on "meta" tensors; only the lau
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,47 +20,58 @@ import triton.language as tl
 
 from flashtile import hardware, tiles
 from flashtile.bench import offline
-from flashtile.portable import backward, forward
+from flashtile.portable import KERNELS, backward, forward
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import AttentionProblem, Operands
 
-# The GPU whose limits an architecture is compiled under.
-DEVICES = {80: "A100", 90: "H200", 100: "B200"}
 # Everything that adds code to a kernel, in one call: packed, window on both sides, softcap, ALiBi, sinks, dropout.
 ALL_FEATURES = dict(window=(200, 100), softcap=20.0, dropout_p=0.1)
+DIMS = (64, 128, 256)
+HEADS = 8
 
 
-def rows_for(device):
-    """The rows that dispatch can choose on a device, each with the problem that it is compiled for."""
-    for row in tiles.PORTABLE:
-        if row.device not in ("", device.name, device.arch):
+def chosen_rows(arch):
+    """{(row, dim, dtype, causal): shared memory of the smallest device}, of what dispatch chooses on sm_8x, 9x or 10x."""
+    chosen = {}
+    devices = [device for device in hardware.DEVICES.values() if device.sm // 10 == arch // 10]
+    for device, dtype, dim, causal in product(devices, (torch.bfloat16, torch.float32), DIMS, (True, False)):
+        # fp32 kernels take long to compile; the masked one has all of the other's code
+        if dtype == torch.float32 and not causal:
             continue
-        problem, operands = _call(row, causal=row.causal is not False)
-        if tiles.feasible(row.kernel, row.config, problem, device):
-            yield row, problem, operands
+        problem, _ = plain_call(dim, dtype, causal)
+        for kernel in KERNELS:
+            row = tiles.select(tiles.PORTABLE, kernel, problem, device)
+            # delta knows no mask
+            key = row, dim, dtype, causal or kernel == "delta"
+            if row is not None:
+                chosen[key] = min(device.smem_bytes, chosen.get(key, device.smem_bytes))
+    return chosen
 
 
-def _call(row, causal=False, features=False):
-    """A call that fills the row: its largest head dim, in its dtype, without data."""
-    dtype = {2: torch.bfloat16, 4: torch.float32}[row.itemsize]
-    dim, heads = row.block_dim, 8
+def _empty(*shape, dtype):
+    """A tensor of any size, without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
-    def empty(*shape, dtype=dtype):
-        return torch.empty(shape, dtype=dtype, device="meta")
 
-    def index(*shape):
-        return empty(*shape, dtype=torch.int32)
+def _shape(dim, dtype):
+    return dict(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads=HEADS, head_dim=dim, head_dim_v=dim, dtype=dtype,
+                softmax_scale=dim**-0.5)  # fmt: skip
 
-    shape = dict(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads=heads, head_dim=dim, head_dim_v=dim, dtype=dtype,
-                 softmax_scale=dim**-0.5)  # fmt: skip
-    if not features:
-        q, k, v = (empty(2, 1024, heads, dim) for _ in range(3))
-        return AttentionProblem(**shape, num_heads_kv=heads, window=(None, 0 if causal else None)), Operands(q, k, v)
-    q, k, v = (empty(2048, heads, dim), *(empty(2048, heads // 2, dim) for _ in range(2)))
-    operands = Operands(q, k, v, index(3), index(3), index(2), index(2), alibi_slopes=empty(heads, dtype=torch.float32),
-                        sinks=empty(heads), rng_state=empty(2, dtype=torch.int64))  # fmt: skip
-    problem = AttentionProblem(**shape, **ALL_FEATURES, num_heads_kv=heads // 2, total_q=2048, total_k=2048, has_alibi=True,
-                               has_sinks=True, has_seqused_q=True, has_seqused_k=True)  # fmt: skip
+
+def plain_call(dim, dtype, causal):
+    """(problem, operands) of a batched call."""
+    q, k, v = (_empty(2, 1024, HEADS, dim, dtype=dtype) for _ in range(3))
+    return AttentionProblem(**_shape(dim, dtype), num_heads_kv=HEADS, window=(None, 0 if causal else None)), Operands(q, k, v)
+
+
+def full_call(dim, dtype):
+    """(problem, operands) of a packed call with every option."""
+    q, k, v = (_empty(2048, heads, dim, dtype=dtype) for heads in (HEADS, HEADS // 2, HEADS // 2))
+    cu_seqlens, used = _empty(3, dtype=torch.int32), _empty(2, dtype=torch.int32)
+    operands = Operands(q, k, v, cu_seqlens, cu_seqlens, used, used, alibi_slopes=_empty(HEADS, dtype=torch.float32),
+                        sinks=_empty(HEADS, dtype=dtype), rng_state=_empty(2, dtype=torch.int64))  # fmt: skip
+    problem = AttentionProblem(**_shape(dim, dtype), **ALL_FEATURES, num_heads_kv=HEADS // 2, total_q=2048, total_k=2048,
+                               has_alibi=True, has_sinks=True, has_seqused_q=True, has_seqused_k=True)  # fmt: skip
     return problem, operands
 
 
@@ -81,19 +93,16 @@ def _launch(row, problem, operands):
 
 
 def compile_rows(arch, features=False):
-    """Yield one dict a row: what it is and what it costs, or the error that it met."""
-    device = hardware.by_name(DEVICES[arch])
-    for row, problem, operands in rows_for(device):
-        if features:
-            if row.itemsize != 2 or row.block_dim > 128:
-                continue
-            problem, operands = _call(row, features=True)
+    """Yield one dict a chosen row: what it is and what it costs, or the error that it met."""
+    for (row, dim, dtype, causal), smem_bytes in chosen_rows(arch).items():
+        if features and (dtype == torch.float32 or dim == 256 or not causal):
+            continue
+        problem, operands = full_call(dim, dtype) if features else plain_call(dim, dtype, causal)
         config = row.config
-        result = {
-            "kernel": row.kernel, "block_dim": row.block_dim, "itemsize": row.itemsize, "arch": arch, "device": row.device,
-            "tile": f"{config.tile_m}x{config.tile_n}", "warps": config.num_warps, "stages": config.num_stages,
-            "smem_limit": device.smem_bytes,
-        }  # fmt: skip
+        mask = "all" if features else "causal" if causal else "full"
+        name = f"{row.kernel} d{dim} {str(dtype).removeprefix('torch.')} {mask}"
+        tile = f"{config.tile_m}x{config.tile_n} warps{config.num_warps} stages{config.num_stages}"
+        result = {"kernel": row.kernel, "name": f"{name} {tile} sm_{arch}", "smem_bytes": smem_bytes}
         try:
             with offline.launches(arch) as reports:
                 _launch(row, problem, operands)

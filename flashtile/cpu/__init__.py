@@ -1,1 +1,1 @@
-"""The tiers of CPU tensors: torch's own attention where its semantics match (sdpa), else FlashAttention-2 in PyTorch (tiled)."""
+"""The tiers of CPU tensors: torch's own attention where its semantics match, else FlashAttention-2 in PyTorch."""

@@ -2,7 +2,6 @@
 
 from flashtile.reference import fa2
 
-
 DIRECTIONS = ("forward", "backward")
 
 

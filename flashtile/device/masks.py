@@ -28,7 +28,7 @@ class TileRange(NamedTuple):
 
 @triton.jit
 def _tile_range(first, last, shift, left, right, length, TILE: tl.constexpr):
-    """Tiles of columns that rows first..last see, column j being visible to row i when i + shift - left <= j <= i + shift + right."""
+    """Tiles of columns that rows first..last see; row i sees columns i + shift - left to i + shift + right."""
     column_begin = 0
     full_column_begin = 0
     column_end = length
@@ -83,4 +83,3 @@ def visible(rows, cols, lengths, window):
     if window.right is not None:
         mask = mask & (cols <= rows + shift + window.right)
     return mask
-

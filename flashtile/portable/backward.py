@@ -77,9 +77,9 @@ def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window,
 
 @triton.jit
 def _absorb_query_tile(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window, score_params,
-    slope, stream, dropout, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window,
+    score_params, slope, stream, dropout, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv from one query tile. Tiles are (TILE_N, TILE_M): so pᵀ and dscoresᵀ are operands as they come."""
     row_begin = m_tile * TILE_M
@@ -127,14 +127,16 @@ def attention_dkdv(
                     for m_tile in tl.range(begin, end):
                         dk_acc, dv_acc = _absorb_query_tile(
                             dk_acc, dv_acc, k_tile, v_tile, q_ptr, dout_ptr, lse_ptr, delta_ptr, q.row_stride,
-                            dout.row_stride, cols, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M, HEAD_DIM,
-                            HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                            dout.row_stride, cols, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M,
+                            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
                         )  # fmt: skip
         if dropout.rng_state is not None:
             dv_acc = dv_acc * dropout.keep_scale
         dk_ptr = head_ptr(dk, work.batch, lengths.start_k, work.head)
         dv_ptr = head_ptr(dv, work.batch, lengths.start_k, work.head)
-        store_tile(dk_ptr, dk_acc * score_params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE)
+        store_tile(
+            dk_ptr, dk_acc * score_params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE
+        )
         store_tile(dv_ptr, dv_acc, col_begin, lengths.seqlen_k, dv.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, WIDE)
 
 
@@ -175,8 +177,9 @@ def attention_dq(
         stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
         q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
         dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
-        lse_log2, row_delta = _load_row_stats(head_ptr(lse, work.batch, lengths.start_q, work.head),
-                                              head_ptr(delta, work.batch, lengths.start_q, work.head), rows, lengths, True)  # fmt: skip
+        lse_ptr = head_ptr(lse, work.batch, lengths.start_q, work.head)
+        delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
+        lse_log2, row_delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, True)
         tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
         acc = tl.zeros((TILE_M, BLOCK_D), tl.float32)
         for part in tl.static_range(3):
@@ -189,7 +192,9 @@ def attention_dq(
                         WIDE, MASKED=part != 1,
                     )  # fmt: skip
         dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
-        store_tile(dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE)
+        store_tile(
+            dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE
+        )
 
 
 def launch(problem, configs, operands, out, lse, dout, dlse):

@@ -22,9 +22,9 @@ from flashtile.portable.arguments import allocate_forward, common_arguments, row
 
 @triton.jit
 def _absorb_tile(
-    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope, stream, dropout,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr, MASKED: tl.constexpr,
+    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope, stream,
+    dropout, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden."""
     col_begin = n_tile * TILE_N
@@ -70,8 +70,9 @@ def attention_forward(
                 begin, end = masks.part_of(tiles, part)
                 for n_tile in tl.range(begin, end):
                     state, acc = _absorb_tile(
-                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window, score_params,
-                        slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window,
+                        score_params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE,
+                        MASKED=part != 1,
                     )  # fmt: skip
         if sinks is not None:
             state, correction = softmax.absorb_sink(state, tl.load(sinks + work.head).to(tl.float32))

@@ -57,16 +57,19 @@ def random_case(seed):
     heads_kv = draw.choice([1, 2, 3])
     lengths = None
     if draw.random() < 0.4:
-        lengths = tuple((draw.choice([0, 1, 17, 64, 100, 300]), draw.choice([0, 33, 64, 200, 257])) for _ in range(draw.randint(1, 5)))
+        lengths = tuple(
+            (draw.choice([0, 1, 17, 64, 100, 300]), draw.choice([0, 33, 64, 200, 257])) for _ in range(draw.randint(1, 5))
+        )
+    windowed = (draw.randint(0, 200), draw.randint(0, 200))
     return Case(
         f"random_{seed}", seqlen_q=draw.choice([1, 63, 64, 113, 128, 300, 511]), seqlen_k=draw.choice([64, 97, 128, 255, 400]),
         batch=draw.choice([1, 2, 3]), heads=heads_kv * draw.choice([1, 1, 2, 4]), heads_kv=heads_kv,
         head_dim=8 * draw.randint(1, 32), head_dim_v=draw.choice([None, None, 8 * draw.randint(1, 32)]),
-        causal=draw.random() < 0.5, window=draw.choice([(None, None), (None, None), (draw.randint(0, 200), draw.randint(0, 200)),
-                                                       (draw.randint(0, 100), None)]),
+        causal=draw.random() < 0.5, window=draw.choice([(None, None), (None, None), windowed, (windowed[0], None)]),
         softcap=draw.choice([0.0, 0.0, 5.0]), alibi=draw.choice([None, None, "heads", "batch"]),
         sinks=draw.choice([None, None, "fp32", "same"]), dropout_p=draw.choice([0.0, 0.0, 0.0, 0.25]), dlse=draw.random() < 0.3,
-        layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths, tail=draw.choice([0, 5]) if lengths else 0,
+        layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths,
+        tail=draw.choice([0, 5]) if lengths else 0,
     )  # fmt: skip
 
 
@@ -177,7 +180,9 @@ def test_past_2_to_the_31_elements(tier, layout):
 def test_extra_memory_is_linear(tier):
     """Beside its results a forward makes lse, a backward delta (and a contiguous copy of nothing)."""
     batch, seqlen, heads, dim = 1, 8192, 16, 128
-    q, k, v = (torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+    )
     row_bytes, tensor_bytes = 4 * seqlen * heads, 2 * q.numel()
     flashtile.attention(q, k, v).backward(torch.ones_like(q))
     q.grad = k.grad = v.grad = None
@@ -204,5 +209,3 @@ def test_second_gpu_is_used_without_being_current(tier):
     q = torch.randn(1, 64, 2, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
     flashtile.attention(q, q, q, causal=True).sum().backward()
     assert q.grad.isfinite().all()
-
-

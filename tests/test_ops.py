@@ -1,0 +1,200 @@
+"""The torch ops: registration, fakes, compile, autograd; and the CPU tier of torch's own attention."""
+
+import checks
+import pytest
+import torch
+from cases import CASES, named
+
+import flashtile
+from flashtile import dispatch, hardware, ops
+from flashtile.problem import AttentionProblem, Operands
+
+NO_OPTIONS = (None, None, False, None, None, None, 0.0, 0.0, False, True)
+
+
+def qkv(seqlen=16, heads_kv=2, dtype=torch.float32, requires_grad=False):
+    shapes = [(2, seqlen, 4, 16), (2, seqlen, heads_kv, 16), (2, seqlen, heads_kv, 16)]
+    return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes]
+
+
+def flat(operands, **options):
+    """The flat arguments of the forward op for a case's operands."""
+    window = options.pop("window")
+    names = ("max_seqlen_q", "max_seqlen_k", "causal")
+    rest = ("softmax_scale", "softcap", "dropout_p", "deterministic", "return_lse")
+    tensors = (x if x is None else x.detach() for x in operands)
+    return (*tensors, *(options.get(n) for n in names), *window, *(options[n] for n in rest))
+
+
+@pytest.mark.parametrize(
+    "case", named("gqa", "sinks_causal_gqa", "dropout", "varlen_cross_causal", "dim_40_8"), ids=lambda c: c.name
+)
+def test_opcheck(case):
+    arguments = flat(case.make(torch.float32), **case.options)
+    torch.library.opcheck(ops.forward_op, arguments)
+    out, lse = ops.forward_op(*arguments)
+    dlse = torch.randn_like(lse) if case.dlse else None
+    torch.library.opcheck(ops.backward_op, (torch.randn_like(out), dlse, out, lse, *arguments))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fakes_have_the_real_shapes_and_strides(case):
+    from torch._subclasses import FakeTensorMode
+
+    arguments = flat(case.make(torch.float32), **case.options)
+    real = ops.forward_op(*arguments)
+    grads = ops.backward_op(torch.randn_like(real[0]), None, *real, *arguments)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+        fake = ops.forward_op(*fakes)
+        fake_grads = ops.backward_op(torch.empty_like(fake[0]), None, *fake, *fakes)
+    for a, b in zip((*real, *grads), (*fake, *fake_grads)):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    def step(q, k, v, sinks):
+        out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seqlen in (16, 24):
+        inputs = [*qkv(seqlen, requires_grad=True), torch.randn(4, requires_grad=True)]
+        expected = torch.autograd.grad(step(*inputs), inputs)
+        for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), expected):
+            torch.testing.assert_close(got, want)
+
+
+def test_compile_packed():
+    def step(q, k, v, cu_seqlens):
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 9, "max_seqlen_k": 9}
+        return flashtile.attention_varlen(q, k, v, **lengths, window=(3, 0))
+
+    q, k, v = (torch.randn(20, 2, 16) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 9, 9, 17], dtype=torch.int32)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, cu_seqlens), step(q, k, v, cu_seqlens))
+
+
+def test_compile_raises_our_error():
+    q, k, v = qkv()
+    with pytest.raises(Exception, match="k: expected the batch of q, 2, got batch 1"):
+        torch.compile(lambda: flashtile.attention(q, k[:1], v[:1]), fullgraph=True, backend="aot_eager")()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_tier_gives_the_same(causal, return_lse, monkeypatch):
+    """Without lse a plain call goes to F.scaled_dot_product_attention, with it to the reference."""
+    inputs = qkv(33, requires_grad=True, dtype=torch.float64)
+    result = flashtile.attention(*inputs, causal=causal, return_lse=return_lse)
+    out = result[0] if return_lse else result
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, dout)
+    monkeypatch.setenv("FLASHTILE_TIER", "reference")
+    expected = flashtile.attention(*inputs, causal=causal)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, dout))
+
+
+def test_plan_names_its_tier_and_the_refusals():
+    problem = AttentionProblem(2, 16, 16, 4, 2, 16, 16, torch.float32, softmax_scale=1.0)
+    plan = dispatch.plan(problem, hardware.CPU)
+    assert plan.tier == "sdpa"
+    assert dict(plan.refusals)["portable"].startswith("needs a GPU")
+    softcapped = AttentionProblem(2, 16, 16, 4, 2, 16, 16, torch.float32, softmax_scale=1.0, softcap=3.0)
+    plan = dispatch.plan(softcapped, hardware.CPU)
+    assert plan.tier == "reference"
+    assert dict(plan.refusals)["sdpa"] == "torch's SDPA has not softcap"
+    assert dispatch.plan(problem, hardware.by_name("A100")).tier == "portable"
+
+
+def test_plan_is_made_once_for_equal_problems():
+    problems = [AttentionProblem.from_tensors(Operands(*qkv())) for _ in range(2)]
+    assert dispatch.plan(problems[0], hardware.CPU) is dispatch.plan(problems[1], hardware.CPU)
+
+
+def test_no_tier_lists_each_refusal():
+    problem = AttentionProblem(2, 16, 16, 4, 2, 16, 16, torch.float16, softmax_scale=1.0)
+    with pytest.raises(flashtile.UnsupportedError, match="(?s)portable: needs sm_80.*sdpa: is for CPU.*reference: is for CPU"):
+        dispatch.plan(problem, hardware.Device("V100", "sm_70", 80, 96 << 10))
+
+
+def test_preferred_tier(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        flashtile.UnsupportedError, match="portable: needs a GPU, or FLASHTILE_TIER=portable and TRITON_INTERPRET=1"
+    ):
+        flashtile.attention(*qkv(17))
+    monkeypatch.setenv("FLASHTILE_TIER", "fastest")
+    with pytest.raises(flashtile.UnsupportedError, match="no tier is called 'fastest'; there are .*portable"):
+        flashtile.attention(*qkv(17))
+
+
+def test_only_lse_may_have_a_gradient():
+    q, k, v = qkv(requires_grad=True)
+    _, lse = flashtile.attention(q, k, v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v), allow_unused=True)
+    assert dq.abs().sum() > 0 and dk.abs().sum() > 0
+    assert dv is None or torch.equal(dv, torch.zeros_like(v))
+
+
+def test_second_derivative_is_refused():
+    q, k, v = qkv(requires_grad=True)
+    with pytest.raises(flashtile.UnsupportedError, match="create_graph=True"):
+        torch.autograd.grad(flashtile.attention(q, k, v).sum(), q, create_graph=True)
+
+
+def test_some_inputs_without_gradient():
+    q, k, v = qkv()
+    k.requires_grad_()
+    flashtile.attention(q, k, v, causal=True).sum().backward()
+    assert q.grad is None and v.grad is None and k.grad.abs().sum() > 0
+
+
+def test_dropout_masks_differ_and_repeat_with_the_seed():
+    q, k, v = qkv(64)
+    torch.manual_seed(3)
+    first, second = (flashtile.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(3)
+    again = flashtile.attention(q, k, v, dropout_p=0.5)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_right_share(p):
+    """Uniform attention over 256 keys with v = 1: out is the share of kept weights over 1 - p."""
+    q, k = (torch.zeros(1, 256, 8, 16) for _ in range(2))
+    out = flashtile.attention(q, k, torch.ones(1, 256, 8, 16), dropout_p=p)
+    kept = out[..., 0] * (1 - p)
+    deviation = (p * (1 - p) / (256 * 256 * 8)) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 5 * deviation
+
+
+def test_meta_of_a_call_needs_no_device():
+    """A traced call on a GPU tensor is described on a machine without one."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 64, 4, 128, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(2, 64, 2, 128, device="cuda", dtype=torch.bfloat16)
+        out, lse = ops.forward_op(q, k, k, *(None,) * 7, *NO_OPTIONS)
+    assert (out.shape, out.device.type, lse.shape, lse.dtype) == (q.shape, "cuda", (2, 4, 64), torch.float32)
+
+
+def test_checks_see_a_wrong_answer():
+    """The check that all tiers pass is not blind: a scale off by a thousandth, a lost last key, and a stray NaN."""
+    case = named("square")[0]
+
+    def spoiled(change):
+        def attend(q, k, v, **options):
+            return change(flashtile.attention, q, k, v, options)
+
+        with pytest.raises(AssertionError):
+            checks.check_attention(case, torch.float32, fn=attend)
+
+    spoiled(lambda f, q, k, v, o: f(q * 1.001, k, v, **o))
+    spoiled(lambda f, q, k, v, o: f(q, k[:, :-1], v[:, :-1], **o))
+    spoiled(lambda f, q, k, v, o: (f(q, k, v, **o)[0].index_fill(1, torch.tensor([0]), float("nan")), f(q, k, v, **o)[1]))
