@@ -43,6 +43,7 @@ def _half(tflops, fp32):
     return (("float16", tflops), ("bfloat16", tflops), ("float32", fp32))
 
 
+_B200 = "NVIDIA DGX B200 datasheet, dense"
 _A100 = "NVIDIA A100 80GB SXM datasheet"
 _A6000 = "NVIDIA RTX A6000 datasheet; dense half of the sparse figure"
 _ADA = "NVIDIA Ada architecture whitepaper; fp32 accumulation"
@@ -57,7 +58,7 @@ DEVICES = {
         Device("L20", "sm_89", 92, 99 * KIB, 96 * MIB, 48 * GIB, _half(119.5, 59.8), 0.864e12, source="NVIDIA L20 datasheet"),
         Device("H100", "sm_90", 132, 227 * KIB, 50 * MIB, 80 * GIB, _half(989.4, 66.9), 3.35e12, source=_H100),
         Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, 141 * GB, _half(989.4, 66.9), 4.8e12, 778.0, 4.27e12, _H200),
-        Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * GB, _half(2250, 75), 8e12, source="NVIDIA DGX B200 datasheet"),
+        Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * GB, _half(2250, 75), 8e12, source=_B200),
     )
 }
 # In the interpreter a tile may be as large as it likes.
