@@ -1,9 +1,9 @@
 """plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
 
-A tier is a module with DIRECTIONS that it has kernels for, refuses(problem, device) -> reason or None, and
-configs(problem, device) -> {kernel: TileConfig}; it imports its kernels only in run_forward() and run_backward(). out and lse
-mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped silently: a plan carries
-every refusal before it.
+A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) -> reason
+or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward() and
+run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped
+silently: a plan carries every refusal before it.
 """
 
 from dataclasses import dataclass
@@ -49,9 +49,9 @@ def plan(problem, device, direction="forward", prefer=None) -> Plan:
         tiers = {prefer: tiers[prefer]}
     refusals = []
     for name, tier in tiers.items():
-        reason = tier.refuses(problem, device)
+        reason = tier.refuses(problem, device, direction)
         if reason is None:
-            return Plan(name, tier.configs(problem, device), tuple(refusals))
+            return Plan(name, tier.configs(problem, device, direction), tuple(refusals))
         refusals.append((name, reason))
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no tier takes this problem on {device.name} ({device.arch}).\n{reasons}\n  {problem}")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 DIRECTIONS = ("forward", "backward")
 
 
-def refuses(problem, device) -> str | None:
+def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch != "cpu":
         return "is for CPU tensors"
@@ -25,7 +25,7 @@ def refuses(problem, device) -> str | None:
     return next((f"torch's SDPA has not {what}" for what, is_refused in refused.items() if is_refused), None)
 
 
-def configs(problem, device) -> dict:
+def configs(problem, device, direction) -> dict:
     return {}
 
 

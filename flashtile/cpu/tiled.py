@@ -5,12 +5,12 @@ from flashtile.reference import fa2
 DIRECTIONS = ("forward", "backward")
 
 
-def refuses(problem, device) -> str | None:
+def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     return None if device.arch == "cpu" else "is for CPU tensors"
 
 
-def configs(problem, device) -> dict:
+def configs(problem, device, direction) -> dict:
     return {}
 
 

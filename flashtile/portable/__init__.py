@@ -5,10 +5,10 @@ import torch
 from flashtile import settings, tiles
 
 DIRECTIONS = ("forward", "backward")
-KERNELS = ("forward", "delta", "dkdv", "dq")
+KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq")}
 
 
-def refuses(problem, device) -> str | None:
+def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch == "cpu":
         if not (settings.triton_interprets() and settings.preferred_tier() == "portable"):
@@ -19,14 +19,14 @@ def refuses(problem, device) -> str | None:
         return f"needs sm_80 or newer, the device is {device.arch}"
     elif problem.dtype == torch.float64:
         return "takes float16, bfloat16 and float32; float64 is for CPU tensors"
-    for kernel in KERNELS:
+    for kernel in KERNELS[direction]:
         if tiles.select(tiles.PORTABLE, kernel, problem, device) is None:
             return f"no tile of the {kernel} kernel fits in {device.smem_bytes >> 10} KiB of shared memory"
     return None
 
 
-def configs(problem, device) -> dict:
-    return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS}
+def configs(problem, device, direction) -> dict:
+    return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
 
 
 def run_forward(problem, configs, operands):

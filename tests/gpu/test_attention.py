@@ -30,7 +30,7 @@ def tier(request, monkeypatch):
 def skip_refused(tier, case, dtype):
     """Skip a case that the tier refuses, with its own sentence."""
     problem = case.problem(case.make(dtype, "cuda"))
-    reason = dispatch.import_module(dispatch.TIERS[tier]).refuses(problem, hardware.detect("cuda"))
+    reason = dispatch.import_module(dispatch.TIERS[tier]).refuses(problem, hardware.detect("cuda"), "forward")
     if reason:
         pytest.skip(reason)
 
