@@ -18,3 +18,8 @@ def preferred_tier() -> str | None:
 
 def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def recorded(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables whose names start so, for a benchmark's record."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

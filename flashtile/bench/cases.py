@@ -1,0 +1,329 @@
+"""Which attention calls to measure: one frozen case, the grammar of lists, presets, inputs. Imports torch only to make inputs.
+
+Grammar, everywhere: `512,1k,2k` a list; `1k..16k` powers of two (each twice the one before); k is 1024, m is 1048576;
+`192-128` a head dim of q and k, and another of v.
+"""
+
+import itertools
+from dataclasses import dataclass, fields, replace
+
+from flashtile.errors import FlashtileError
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+MODES = ("fwd", "bwd", "fwd_bwd")
+_DTYPE_ALIASES = {**{name: name for name in DTYPES}, **{full: name for name, full in DTYPES.items()}}
+_SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
+
+
+class UsageError(FlashtileError, ValueError):
+    """A benchmark was asked for something that doesn't exist; the message says what does."""
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One attention call to measure. Lengths in tokens; window counts keys left and right of the diagonal, None unbounded."""
+
+    batch: int = 2
+    seqlen_q: int = 1024
+    seqlen_k: int = 1024
+    num_heads: int = 8
+    num_heads_kv: int = 8
+    head_dim: int = 64
+    head_dim_v: int = 64
+    causal: bool = False
+    dtype: str = "bf16"
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+
+    def __post_init__(self):
+        for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected at least 1, got {getattr(self, name)}.")
+        if self.num_heads % self.num_heads_kv:
+            raise UsageError(f"nheads: expected a multiple of nheads-kv {self.num_heads_kv}, got {self.num_heads}.")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def mask_window(self) -> tuple[int | None, int | None]:
+        """The window with causal folded into it: a right side of 0."""
+        return (self.window[0], 0) if self.causal else self.window
+
+    @property
+    def torch_dtype(self):
+        import torch
+
+        return getattr(torch, DTYPES[self.dtype])
+
+    def problem(self):
+        """The AttentionProblem of this case, which counts its FLOPs and bytes."""
+        from flashtile.problem import AttentionProblem
+
+        return AttentionProblem(
+            batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
+            num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
+            window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+        )  # fmt: skip
+
+    def label(self) -> str:
+        """Short name of a row, such as `b8 s1024 h12 d64 causal bf16`."""
+        seqlen = f"s{self.seqlen_k}" if self.seqlen_q == self.seqlen_k else f"sq{self.seqlen_q} sk{self.seqlen_k}"
+        heads = f"h{self.num_heads}" if self.num_heads == self.num_heads_kv else f"h{self.num_heads}/{self.num_heads_kv}"
+        words = [f"b{self.batch}", seqlen, heads, f"d{self.head_dims}"]
+        words += ["causal"] if self.causal else []
+        words += [f"window {_window_text(self.window)}"] if self.window != (None, None) else []
+        words += [f"softcap {self.softcap:g}"] if self.softcap else []
+        return " ".join([*words, self.dtype])
+
+    @property
+    def head_dims(self) -> str:
+        return f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}-{self.head_dim_v}"
+
+    def flags(self) -> str:
+        """The flags of `flashtile run` that give this case."""
+        words = ["-b", self.batch, "-s", self.seqlen_k]
+        words += ["--seqlen-q", self.seqlen_q] if self.seqlen_q != self.seqlen_k else []
+        words += ["--nheads", self.num_heads]
+        words += ["--nheads-kv", self.num_heads_kv] if self.num_heads_kv != self.num_heads else []
+        words += ["-d", self.head_dims]
+        words += ["--causal"] if self.causal else []
+        words += ["--window", _window_text(self.window)] if self.window != (None, None) else []
+        words += ["--softcap", f"{self.softcap:g}"] if self.softcap else []
+        return " ".join(map(str, [*words, "--dtype", self.dtype]))
+
+    def config(self) -> dict:
+        """The `config` of a JSON record, under the names of the flags."""
+        return {_JSON_NAMES.get(field.name, field.name): getattr(self, field.name) for field in fields(self)} | {
+            "window": list(self.window)
+        }
+
+    @classmethod
+    def from_config(cls, config: dict) -> "BenchCase":
+        """The case of a JSON record's `config`."""
+        values = {field.name: config[_JSON_NAMES.get(field.name, field.name)] for field in fields(cls)}
+        return cls(**values | {"window": tuple(values["window"])})
+
+
+_JSON_NAMES = {"num_heads": "nheads", "num_heads_kv": "nheads_kv", "head_dim": "headdim", "head_dim_v": "headdim_v"}
+
+
+# --- grammar -----------------------------------------------------------------------------------------------------------
+
+
+def parse_int(text: str, flag: str = "number") -> int:
+    """`2048`, `2k` or `1m` as a positive int."""
+    digits, factor = text.strip().lower(), 1
+    if digits[-1:] in _SUFFIXES:
+        digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
+    if not digits.isascii() or not digits.isdigit() or int(digits) == 0:
+        raise UsageError(f"{flag}: expected a positive number such as 2048 or 2k, got {text!r}.")
+    return int(digits) * factor
+
+
+def parse_ints(text: str, flag: str = "list") -> list[int]:
+    """`512,1k,2k` or `1k..16k` (doubling) or a mixture, in the order given, without repetitions."""
+    values = []
+    for item in str(text).split(","):
+        first, dots, last = item.partition("..")
+        if not dots:
+            values.append(parse_int(item, flag))
+            continue
+        value, stop = parse_int(first, flag), parse_int(last, flag)
+        if stop < value:
+            raise UsageError(f"{flag}: expected a range that grows, such as 1k..16k, got {item!r}.")
+        while value <= stop:
+            values.append(value)
+            value *= 2
+    return list(dict.fromkeys(values))
+
+
+def parse_head_dims(text: str, flag: str = "headdim") -> list[tuple[int, int]]:
+    """`64,192-128` as (head_dim, head_dim_v) pairs."""
+    pairs = []
+    for item in str(text).split(","):
+        if "-" in item:
+            qk, _, v = item.partition("-")
+            pairs.append((parse_int(qk, flag), parse_int(v, flag)))
+        else:
+            pairs += [(dim, dim) for dim in parse_ints(item, flag)]
+    return list(dict.fromkeys(pairs))
+
+
+def parse_window(text: str, flag: str = "window") -> tuple[int | None, int | None]:
+    """`128,0` as (left, right); a side that is empty, `none` or -1 is unbounded."""
+    sides = [side.strip().lower() for side in text.split(",")]
+    if len(sides) != 2:
+        raise UsageError(f"{flag}: expected LEFT,RIGHT such as 128,0 (-1 is unbounded), got {text!r}.")
+    return tuple(None if side in ("", "none", "-1") else 0 if side == "0" else parse_int(side, flag) for side in sides)
+
+
+def parse_choices(text: str, choices, flag: str) -> list[str]:
+    """A list of names out of `choices`."""
+    names = [name.strip().lower() for name in text.split(",")]
+    for name in names:
+        if name not in choices:
+            raise UsageError(f"{flag}: expected {', '.join(choices)}, got {name!r}.")
+    return list(dict.fromkeys(names))
+
+
+def _window_text(window) -> str:
+    return ",".join("-1" if side is None else str(side) for side in window)
+
+
+# --- presets -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a user can give, as text in the grammar above; None is not given. Each list multiplies the number of cases.
+
+    total_tokens sets batch = total_tokens / seqlen; hidden sets nheads = hidden / headdim. causal is "no", "yes" or "both".
+    """
+
+    batch: str | None = None
+    seqlen: str | None = None
+    seqlen_q: str | None = None
+    nheads: str | None = None
+    nheads_kv: str | None = None
+    headdim: str | None = None
+    causal: str | None = None
+    dtype: str | None = None
+    window: str | None = None
+    softcap: float | None = None
+    total_tokens: str | None = None
+    hidden: str | None = None
+
+    def overridden_by(self, other: "Shape") -> "Shape":
+        """This shape with what `other` gives; an explicit batch ends total_tokens, explicit nheads end hidden, and back."""
+        given = {field.name: getattr(other, field.name) for field in fields(self) if getattr(other, field.name) is not None}
+        for one, its_rival in (("batch", "total_tokens"), ("nheads", "hidden")):
+            for name, rival in ((one, its_rival), (its_rival, one)):
+                if name in given and rival not in given:
+                    given[rival] = None
+        if given.get("nheads") or given.get("hidden"):
+            given.setdefault("nheads_kv", None)
+        if "seqlen" in given:
+            given.setdefault("seqlen_q", None)
+        return replace(self, **given)
+
+    def cases(self) -> list[BenchCase]:
+        """Every combination, head dims outermost, causal and dtype innermost."""
+        if self.batch and self.total_tokens:
+            raise UsageError("batch and total-tokens: expected one of them, got both.")
+        if self.nheads and self.hidden:
+            raise UsageError("nheads and hidden: expected one of them, got both.")
+        masks = {"no": [False], "yes": [True], "both": [False, True]}[self.causal or "no"]
+        dtypes = [_DTYPE_ALIASES[name] for name in parse_choices(self.dtype or BenchCase.dtype, _DTYPE_ALIASES, "dtype")]
+        window = parse_window(self.window) if self.window else (None, None)
+        softcap = self.softcap or 0.0
+        if softcap < 0:
+            raise UsageError(f"softcap: expected 0 (off) or more, got {softcap:g}.")
+        cases = []
+        for (dim, dim_v), seqlen in itertools.product(
+            parse_head_dims(self.headdim or BenchCase.head_dim), parse_ints(self.seqlen or BenchCase.seqlen_k, "seqlen")
+        ):
+            batches = self._quotients("batch", "total_tokens", seqlen, BenchCase.batch)
+            heads = self._quotients("nheads", "hidden", dim, BenchCase.num_heads)
+            seqlens_q = parse_ints(self.seqlen_q, "seqlen-q") if self.seqlen_q else [seqlen]
+            for batch, num_heads, seqlen_q, causal, dtype in itertools.product(batches, heads, seqlens_q, masks, dtypes):
+                for kv in parse_ints(self.nheads_kv, "nheads-kv") if self.nheads_kv else [num_heads]:
+                    cases.append(BenchCase(batch, seqlen_q, seqlen, num_heads, kv, dim, dim_v, causal, dtype, window, softcap))
+        return cases
+
+    def _quotients(self, name, total_name, divisor, default) -> list[int]:
+        total = getattr(self, total_name)
+        if not total:
+            return parse_ints(getattr(self, name) or default, name)
+        quotients = [value // divisor for value in parse_ints(total, total_name.replace("_", "-"))]
+        if min(quotients) < 1:
+            raise UsageError(f"{total_name.replace('_', '-')}: expected at least {divisor}, got {total}.")
+        return quotients
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named case or set of cases; `shapes` are united, `about` says what it stands for."""
+
+    about: str
+    shapes: tuple[Shape, ...]
+
+    def cases(self) -> list[BenchCase]:
+        return list(dict.fromkeys(case for shape in self.shapes for case in shape.cases()))
+
+
+def _one(about, batch, seqlen, nheads, headdim, causal="no", **more) -> Preset:
+    return Preset(about, (Shape(str(batch), str(seqlen), nheads=str(nheads), headdim=str(headdim), causal=causal, **more),))
+
+
+def _listed(about, *rows) -> Preset:
+    """A set from (batch, seqlen, nheads, headdim) rows."""
+    return Preset(about, tuple(Shape(str(b), str(s), nheads=str(h), headdim=str(d)) for b, s, h, d in rows))
+
+
+PRESETS = {
+    "default": _one("what runs without flags", 2, 1024, 8, 64),
+    "gpt2-small": _one("GPT-2 small", 8, 1024, 12, 64, "yes"),
+    "gpt3": _one("GPT-3", 2, 2048, 96, 128, "yes"),
+    "bert-base": _one("BERT base", 16, 512, 12, 64),
+    "bert-large": _one("BERT large", 8, 512, 16, 64),
+    "short": _one("short sequences", 32, 512, 8, 64),
+    "long": _one("a long sequence", 1, 8192, 8, 64),
+    "very-long": _one("a very long sequence", 1, 16384, 8, 64),
+    "llama3-8b-prefill": _one("Llama 3 8B, prompt of 8k tokens", 1, 8192, 32, 128, "yes", nheads_kv="8"),
+    "guide-small": _listed("small forward cases", (1, 32, 4, 16), (1, 64, 8, 32), (2, 128, 8, 32)),
+    "guide-medium": _listed("medium forward cases", (4, 256, 16, 64), (8, 512, 16, 64), (16, 512, 32, 64)),
+    "guide-large": _listed("large forward cases", (32, 1024, 32, 128), (64, 1024, 64, 128)),
+    "leetcuda": Preset("sweep of small cases", (Shape("8,16", "256,512,1024", nheads="8,16", headdim="64,128"),)),
+    "learn": _listed("the guide's comparison", (1, 1024, 8, 64), (1, 2048, 12, 128), (1, 4096, 16, 128)),
+    "paper": Preset(
+        "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",
+        (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),
+    ),
+}
+
+
+def build_cases(preset: str | None = None, shape: Shape | None = None) -> list[BenchCase]:
+    """The cases of presets (a list of names) with what `shape` gives on top; without a preset, the defaults.
+
+    Raises:
+        UsageError: unknown preset, or text outside of the grammar.
+    """
+    shape = shape or Shape()
+    if not preset:
+        return list(dict.fromkeys(shape.cases()))
+    chosen = []
+    for name in preset.split(","):
+        if name.strip() not in PRESETS:
+            raise UsageError(f"preset: expected one of {', '.join(PRESETS)}, got {name.strip()!r}.")
+        chosen += [part.overridden_by(shape) for part in PRESETS[name.strip()].shapes]
+    return list(dict.fromkeys(case for part in chosen for case in part.cases()))
+
+
+# --- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> tuple:
+    """(q, k, v, dout) drawn from N(0, 1) with a seed; dout is None unless asked for.
+
+    Random data matter: a matrix product of zeros draws less power and runs some 10% faster.
+
+    Returns:
+        q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_kv, head_dim),
+        v (batch, seqlen_k, num_heads_kv, head_dim_v), dout (batch, seqlen_q, num_heads, head_dim_v); case.dtype, contiguous.
+    """
+    import torch
+
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, dtype=case.torch_dtype, generator=generator)
+
+    q = normal(case.batch, case.seqlen_q, case.num_heads, case.head_dim)
+    k = normal(case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim)
+    v = normal(case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim_v)
+    return q, k, v, normal(case.batch, case.seqlen_q, case.num_heads, case.head_dim_v) if dout else None

@@ -1,0 +1,126 @@
+"""Correctness before speed: a backend is timed only if its error is at most twice that of PyTorch in the same dtype.
+
+Both errors are against float64. Key-value heads are independent of each other, so on large cases a few of them, spread over
+the batch, are checked in full instead of all; and query rows go in blocks, so that no (seqlen_q, seqlen_k) tensor must fit.
+"""
+
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from flashtile.bench.peers import naive_attention
+
+FACTOR = 2.0
+# Scores checked a case, and scores in memory at once: by device type.
+CHECKED_SCORES = {"cuda": 1 << 28, "cpu": 1 << 22}
+BLOCK_SCORES = {"cuda": 1 << 26, "cpu": 1 << 21}
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one tensor: the largest and the root mean square error against float64, of a backend and of PyTorch; the limit."""
+
+    max_abs: float
+    rmse: float
+    torch_same_dtype: float
+    limit: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Result of a check: the error of each tensor, and how many of the case's (batch, key-value head) pairs were checked."""
+
+    errors: dict[str, Error]
+    checked: int
+    of: int
+
+    @property
+    def passed(self) -> bool:
+        return all(error.passed for error in self.errors.values())
+
+    def to_json(self) -> dict:
+        tensors = {name: asdict(error) for name, error in self.errors.items()}
+        worst = max(self.errors.values(), key=lambda e: e.max_abs / e.limit if e.passed and e.limit else float("inf"))
+        return {"max_abs": worst.max_abs, "torch_same_dtype": worst.torch_same_dtype, "passed": self.passed,
+                "tensors": tensors, "checked_pairs": self.checked, "of_pairs": self.of}  # fmt: skip
+
+
+class Gate:
+    """The reference of one case, computed once, against which every backend is checked.
+
+    Args:
+        case: BenchCase.
+        inputs: q, k, v and dout (None without gradients) as `make_inputs` gives them.
+    """
+
+    def __init__(self, case, inputs):
+        q, k, v, dout = inputs
+        self.device = q.device
+        scores = case.group_size * case.seqlen_q * case.seqlen_k
+        pairs = case.batch * case.num_heads_kv
+        self.of, self.checked = pairs, max(1, min(pairs, CHECKED_SCORES[self.device.type] // scores))
+        # Spread from the first to the last pair.
+        chosen = [i * (pairs - 1) // max(1, self.checked - 1) for i in range(self.checked)]
+        index = torch.tensor(chosen, device=self.device)
+        self.batches, self.heads_kv = index // case.num_heads_kv, index % case.num_heads_kv
+        self.heads_q = self.heads_kv[:, None] * case.group_size + torch.arange(case.group_size, device=self.device)
+        self.case = replace(case, batch=self.checked, num_heads=case.group_size, num_heads_kv=1)
+        sliced = (self._queries(q), self._keys(k), self._keys(v), None if dout is None else self._queries(dout))
+        self.reference = self._attend(*(None if x is None else x.double() for x in sliced))
+        same_dtype = self._attend(*sliced)
+        self.torch_errors = [(a.double() - b).abs().max().item() for a, b in zip(same_dtype, self.reference, strict=True)]
+
+    def check(self, out, grads=None) -> Accuracy:
+        """Compare out (batch, seqlen_q, num_heads, head_dim_v) and, where given, (dq, dk, dv) of the whole case."""
+        sliced = [self._queries(out)]
+        if grads is not None:
+            dq, dk, dv = grads
+            sliced += [self._queries(dq), self._keys(dk), self._keys(dv)]
+        errors = {}
+        for name, got, expected, torch_error in zip(NAMES, sliced, self.reference, self.torch_errors, strict=False):
+            difference = got.double() - expected
+            # fp32: another order of summation may cost a few more units in the last place than PyTorch's.
+            limit = FACTOR * torch_error + 2e-6 * expected.abs().max().item()
+            max_abs, rmse = difference.abs().max().item(), difference.square().mean().sqrt().item()
+            # A nan fails the comparison.
+            errors[name] = Error(max_abs, rmse, torch_error, limit, max_abs <= limit)
+        return Accuracy(errors, self.checked, self.of)
+
+    def _queries(self, x):
+        """(pairs, seqlen_q, group, dim) of a (batch, seqlen_q, num_heads, dim) tensor."""
+        return x.detach()[self.batches[:, None], :, self.heads_q].transpose(1, 2)
+
+    def _keys(self, x):
+        """(pairs, seqlen_k, 1, dim) of a (batch, seqlen_k, num_heads_kv, dim) tensor."""
+        return x.detach()[self.batches, :, self.heads_kv].unsqueeze(2)
+
+    def _attend(self, q, k, v, dout):
+        """[out] or [out, dq, dk, dv] by naive attention in the dtype of its arguments, block by block."""
+        case, limit = self.case, BLOCK_SCORES[self.device.type]
+        scores_a_row = case.group_size * case.seqlen_k
+        rows_at_once = max(1, min(case.seqlen_q, limit // scores_a_row))
+        pairs_at_once = max(1, limit // (scores_a_row * rows_at_once))
+        results = []
+        for pair in range(0, case.batch, pairs_at_once):
+            pairs = slice(pair, pair + pairs_at_once)
+            outs, dqs, dkv = [], [], None
+            for row in range(0, case.seqlen_q, rows_at_once):
+                rows = range(row, min(case.seqlen_q, row + rows_at_once))
+                part = [q[pairs, rows.start : rows.stop], k[pairs], v[pairs]]
+                if dout is None:
+                    with torch.no_grad():
+                        outs.append(naive_attention(*part, case, rows))
+                    continue
+                part = [x.detach().requires_grad_() for x in part]
+                with torch.enable_grad():
+                    out = naive_attention(*part, case, rows)
+                dq, *dkv_part = torch.autograd.grad(out, part, dout[pairs, rows.start : rows.stop])
+                outs.append(out.detach())
+                dqs.append(dq)
+                # Row blocks add up in at least fp32, as the sum over rows of one matrix product would.
+                dkv_part = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in dkv_part]
+                dkv = dkv_part if dkv is None else [a + b for a, b in zip(dkv, dkv_part, strict=True)]
+            results.append([torch.cat(outs, 1)] + ([torch.cat(dqs, 1), *dkv] if dkv else []))
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]

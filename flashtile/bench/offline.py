@@ -1,0 +1,185 @@
+"""Compile kernels for a GPU that is not here, and read from the binary what they cost: registers, spills, shared memory.
+
+Two doors:
+
+    compile_kernel(kernel, args, constexprs, arch=90)    one kernel, its arguments given
+    with launches(arch=90) as reports: launch(...)       every `kernel[grid](...)` inside compiles and runs nothing
+
+Tensors may be on the "meta" device, so a shape of any size costs no memory. Works for Triton and Gluon kernels and needs
+no GPU; not under TRITON_INTERPRET=1, where nothing is compiled. Not for threads: the driver of the process is exchanged.
+"""
+
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashtile.errors import UnsupportedError, explain
+
+# Tensor core instructions: wgmma is HGMMA (QGMMA for fp8), tcgen05.mma UTC?MMA, mma.sync HMMA (IMMA int8, DMMA fp64).
+_TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC[A-Z]*MMA)\b")
+_LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
+_RESOURCES = re.compile(r"Function (\w+):\s*\n?\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class CompiledReport:
+    """What one kernel became on one architecture."""
+
+    kernel: str
+    arch: int
+    num_warps: int
+    num_stages: int
+    # 32-bit registers a thread; Gluon's worker partitions may own more or fewer
+    registers: int
+    # bytes a thread in local memory: spilled registers and local arrays
+    spill_bytes: int
+    # bytes a block that the launch asks for; sm_90 and newer keep 1 KiB more to themselves
+    shared_bytes: int
+    # wall time of the whole compilation; near 0 when Triton's cache had it
+    compile_s: float
+    # Of the machine code, with sass=True: tensor core instructions by name, and loads and stores of local memory
+    tensor_core: dict[str, int] = field(default_factory=dict)
+    local_accesses: int | None = None
+    # Of a second ptxas run, with ptxas=True: its wall time, and what it warned of
+    ptxas_s: float | None = None
+    ptxas_warnings: tuple[str, ...] = ()
+
+    def __str__(self):
+        tensor_core = "".join(f"  {count} {name}" for name, count in self.tensor_core.items())
+        return (f"{self.kernel} sm_{self.arch}  warps {self.num_warps}  stages {self.num_stages}  registers {self.registers}  "
+                f"spills {self.spill_bytes} B  shared {self.shared_bytes} B{tensor_core}")  # fmt: skip
+
+
+class _Driver:
+    """What Triton asks of a GPU's driver before it compiles, answered without one."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        # Kernels keep what they compiled by device: a name of its own for each architecture, never that of a real GPU.
+        return f"offline sm_{self.target.arch}"
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+@contextmanager
+def launches(arch, *, sass=False, ptxas=False):
+    """Inside, `kernel[grid](...)` compiles for sm_<arch> and launches nothing.
+
+    Args:
+        arch: compute capability without its dot: 80, 90, 100, ...
+        sass: also count instructions of the machine code (some 0.1 s a kernel).
+        ptxas: also run ptxas once more for its warnings and its time; C75xx warnings mean serialised wgmma.
+    Yields:
+        list of CompiledReport, one a launch, in order.
+    Raises:
+        UnsupportedError: under the interpreter.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    if triton.knobs.runtime.interpret:
+        raise UnsupportedError(explain("offline compilation", "a process without TRITON_INTERPRET=1", "the interpreter",
+                                       "Start a process without that variable."))  # fmt: skip
+    reports = []
+    run = JITFunction.run
+
+    def compile_only(kernel, *args, grid, warmup, **kwargs):
+        begin = time.perf_counter()
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        reports.append(_report(compiled, arch, time.perf_counter() - begin, sass, ptxas))
+        return compiled
+
+    # The private field: asking for the active driver would look for a GPU.
+    active = driver._active
+    driver.set_active(_Driver(GPUTarget("cuda", arch, 32)))
+    JITFunction.run = compile_only
+    try:
+        yield reports
+    finally:
+        JITFunction.run = run
+        driver._active = active
+
+
+def compile_kernel(kernel, args=(), constexprs=None, *, num_warps=4, num_stages=2, arch=90, sass=False, ptxas=False, **options):
+    """Compile one kernel for sm_<arch>, without launching it.
+
+    Args:
+        kernel: a `@triton.jit` or `@gluon.jit` function.
+        args: its arguments by position, or a dict by name: tensors (any device, also "meta"), numbers, None, NamedTuples of
+            these. Numbers are specialised as in a launch (1 and multiples of 16).
+        constexprs: dict of its `tl.constexpr` arguments by name.
+        num_warps, num_stages: as in a launch; options: further compile options (maxnreg, num_ctas, ...).
+        arch, sass, ptxas: as in `launches`.
+    Returns:
+        CompiledReport.
+    Raises:
+        UnsupportedError: under the interpreter. Triton's own errors when the kernel does not compile.
+    """
+    by_name = dict(args) if isinstance(args, dict) else {}
+    by_position = () if by_name else args
+    with launches(arch, sass=sass, ptxas=ptxas) as reports:
+        kernel[(1,)](*by_position, **by_name, **(constexprs or {}), num_warps=num_warps, num_stages=num_stages, **options)
+    return reports[-1]
+
+
+def _report(compiled, arch, compile_s, sass, ptxas):
+    metadata = compiled.metadata
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        registers, stack, local = _resources(_cuobjdump("--dump-resource-usage", cubin), metadata.name)
+        extra = _instructions(_cuobjdump("-sass", cubin)) if sass else {}
+        if ptxas:
+            extra |= _ptxas(compiled.asm["ptx"], arch, Path(folder))
+    return CompiledReport(
+        kernel=metadata.name, arch=arch, num_warps=metadata.num_warps, num_stages=metadata.num_stages, registers=registers,
+        spill_bytes=stack + local, shared_bytes=metadata.shared, compile_s=compile_s, **extra,
+    )  # fmt: skip
+
+
+def _cuobjdump(option, cubin):
+    from triton import knobs
+
+    return subprocess.run([knobs.nvidia.cuobjdump.path, option, cubin], check=True, capture_output=True, text=True).stdout
+
+
+def _resources(dump, kernel):
+    """(registers, stack, local) of the kernel in cuobjdump's list."""
+    for name, *numbers in _RESOURCES.findall(dump):
+        if name == kernel:
+            return tuple(map(int, numbers))
+    raise UnsupportedError(explain("cuobjdump", f"the resources of {kernel}", repr(dump[:200])))
+
+
+def _instructions(code):
+    return {
+        "tensor_core": dict(Counter(_TENSOR_CORE.findall(code))),
+        "local_accesses": len(_LOCAL_MEMORY.findall(code)),
+    }
+
+
+def _ptxas(ptx, arch, folder):
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
+    begin = time.perf_counter()
+    log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", source, "-o", folder / "again.cubin"],
+                         check=True, capture_output=True, text=True).stderr  # fmt: skip
+    seconds = time.perf_counter() - begin
+    warnings = tuple(line.strip() for line in log.splitlines() if "warning" in line or re.search(r"\bC75\d\d\b", line))
+    return {"ptxas_s": seconds, "ptxas_warnings": warnings}

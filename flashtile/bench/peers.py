@@ -1,0 +1,368 @@
+"""Every backend that the benchmark can time, one entry each: what it is, how to get it, which cases it refuses and why.
+
+A backend is a function attend(q, k, v, case) -> out on (batch, seqlen, heads, head_dim) tensors, differentiable where its
+entry says so. Peers that want (batch, heads, seqlen, head_dim) get transposed views, never copies. Semantics are flashtile's:
+causal is aligned bottom-right, rows without a visible key give 0; what a peer can't do so, it refuses.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module, metadata
+
+import torch
+import torch.nn.functional as F
+
+from flashtile.bench.cases import UsageError
+from flashtile.errors import FlashtileError, UnsupportedError
+
+
+class Unavailable(FlashtileError):
+    """The backend can't run on this machine; the message says what is missing."""
+
+
+class Refused(FlashtileError):
+    """The backend can't run this case; the message says why."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None."""
+
+    name: str
+    about: str
+    load: Callable
+    refuses: Callable
+    backward: bool = True
+    # Distribution whose version is recorded.
+    package: str = "torch"
+
+    def refusal(self, case, mode, device) -> str | None:
+        """Why this backend can't run a case in a mode, or None."""
+        if mode != "fwd" and not self.backward:
+            return "forward only: no backward"
+        return self.refuses(case, mode, device)
+
+    def version(self) -> str | None:
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+
+# --- flashtile ---------------------------------------------------------------------------------------------------------
+
+
+def _load_flashtile(device):
+    from flashtile.api import attention
+
+    def attend(q, k, v, case):
+        return attention(q, k, v, causal=case.causal, window=case.window, softcap=case.softcap)
+
+    return attend
+
+
+def _plans(case, mode, device):
+    from flashtile import dispatch
+
+    directions = {"fwd": ("forward",), "bwd": ("backward",), "fwd_bwd": ("forward", "backward")}[mode]
+    return [dispatch.plan_for(case.problem(), torch.device(device), direction) for direction in directions]
+
+
+def _flashtile_refuses(case, mode, device):
+    try:
+        _plans(case, mode, device)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def flashtile_kernels(case, mode, device) -> str:
+    """The tiers that flashtile takes for a case, with their tiles: `portable forward:64x64,4w,3s`."""
+    words = []
+    for plan in _plans(case, mode, device):
+        words.append(plan.tier)
+        words += [f"{name}:{c.tile_m}x{c.tile_n},{c.num_warps}w,{c.num_stages}s" for name, c in plan.configs.items()]
+    return " ".join(dict.fromkeys(words))
+
+
+# --- standard PyTorch attention ----------------------------------------------------------------------------------------
+
+
+def hidden_keys(case, device, rows: range):
+    """(hidden, empty): bool (len(rows), seqlen_k), None where the mask hides nothing; whether some row sees no key."""
+    left, right = case.mask_window
+    if left is None and right is None:
+        return None, False
+    shift = case.seqlen_k - case.seqlen_q
+    last = torch.arange(rows.start, rows.stop, device=device)[:, None] + shift
+    key = torch.arange(case.seqlen_k, device=device)[None, :]
+    hidden = torch.zeros(len(rows), case.seqlen_k, dtype=torch.bool, device=device)
+    if right is not None:
+        hidden |= key > last + right
+    if left is not None:
+        hidden |= key < last - left
+    # Row i sees keys from i + shift - left to i + shift + right, cut to 0 .. seqlen_k - 1.
+    first_is_empty = right is not None and rows.start + shift + right < 0
+    last_is_empty = left is not None and rows.stop - 1 + shift - left >= case.seqlen_k
+    return hidden, first_is_empty or last_is_empty
+
+
+def naive_attention(q, k, v, case, rows: range | None = None):
+    """softmax(q kᵀ / sqrt(head_dim) + mask) v as one writes it in PyTorch: the scores are stored, in q's dtype.
+
+    q holds the query rows `rows` of the case (default all); shapes as in `make_inputs`, any dtype.
+    """
+    rows = range(case.seqlen_q) if rows is None else rows
+    if q.shape[2] != k.shape[2]:
+        group = q.shape[2] // k.shape[2]
+        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = q @ k.transpose(-2, -1) * case.head_dim**-0.5
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    hidden, some_row_is_empty = hidden_keys(case, q.device, rows)
+    empty = None
+    if some_row_is_empty:
+        # A softmax over nothing is nan: let such rows see all, then set their weights to 0.
+        empty = hidden.all(-1, keepdim=True)
+        hidden = hidden & ~empty
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    p = scores.softmax(-1)
+    if empty is not None:
+        p = p.masked_fill(empty, 0.0)
+    return (p @ v).transpose(1, 2)
+
+
+def naive_bytes(case, mode: str) -> int:
+    """Bytes that naive_attention needs beyond its inputs: the (seqlen_q, seqlen_k) tensors that live at the same time."""
+    scores = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
+    return scores * (3 if mode == "fwd" else 5)
+
+
+def _load_naive(device):
+    return naive_attention
+
+
+# --- scaled_dot_product_attention --------------------------------------------------------------------------------------
+
+
+def _sdpa_loader(name):
+    def load(device):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if name in ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION") and torch.device(device).type != "cuda":
+            raise Unavailable("needs a GPU")
+        backend = getattr(SDPBackend, name) if name else None
+
+        def attend(q, k, v, case):
+            gqa = {"enable_gqa": True} if case.num_heads != case.num_heads_kv else {}
+            return F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=case.causal, **gqa
+            ).transpose(1, 2)
+
+        if backend is None:
+            return attend
+
+        def attend_with_backend(q, k, v, case):
+            try:
+                with sdpa_kernel(backend):
+                    return attend(q, k, v, case)
+            except RuntimeError as error:
+                if "No available kernel" not in str(error):
+                    raise
+            # SDPA says why in warnings, not in its error.
+            with warnings.catch_warnings(record=True) as said, suppress(RuntimeError), sdpa_kernel(backend):
+                warnings.simplefilter("always")
+                attend(q, k, v, case)
+            reasons = [str(w.message).split(" (Triggered")[0] for w in said]
+            about_it = [r for r in reasons if "not used because" not in r and "disabled" not in r]
+            raise Refused("; ".join(about_it[:2]) or "SDPA has no kernel of this backend for the case")
+
+        return attend_with_backend
+
+    return load
+
+
+def sdpa_choice(q, k, v, case) -> str:
+    """The backend that F.scaled_dot_product_attention chooses, such as `flash_attention`; empty where torch doesn't tell."""
+    from torch.nn.attention import SDPBackend
+
+    try:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        gqa = case.num_heads != case.num_heads_kv
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, case.causal, scale=None, enable_gqa=gqa)
+        return SDPBackend(choice).name.lower()
+    except Exception:  # a private function: other versions of torch may lack it
+        return ""
+
+
+def _sdpa_refuses(case, mode, device):
+    if case.softcap:
+        return "SDPA has no softcap"
+    if case.window != (None, None):
+        return "SDPA has no sliding window"
+    if case.causal and case.seqlen_q != case.seqlen_k:
+        return "SDPA aligns causal at the top-left corner; seqlen_q differs from seqlen_k"
+    return None
+
+
+# --- packages that may be installed ------------------------------------------------------------------------------------
+
+
+def _load_module(name, install, device):
+    if torch.device(device).type != "cuda":
+        raise Unavailable("needs a GPU")
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        raise Unavailable(f"not installed: {install}" if name.startswith(error.name or "?") else f"{name}: {error}") from None
+    except Exception as error:  # a binary for another torch fails in its own ways
+        raise Unavailable(f"{name} does not import: {_first_line(error)}") from None
+
+
+def _first_output(result):
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _load_flash_attn(device):
+    module = _load_module("flash_attn", "pip install flash-attn", device)
+    if not hasattr(module, "flash_attn_func"):
+        raise Unavailable("not installed: pip install flash-attn (a package without flash_attn_func is in its place)")
+
+    def attend(q, k, v, case):
+        return module.flash_attn_func(q, k, v, causal=case.causal, window_size=_minus_one(case), softcap=case.softcap)
+
+    return attend
+
+
+def _load_fa3(device):
+    # The wheel's interface imports its options under the name that a source build gives them.
+    try:
+        sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
+    except ImportError:
+        pass
+    module = _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
+    return lambda q, k, v, case: _first_output(module.flash_attn_func(q, k, v, causal=case.causal))
+
+
+def _load_fa4(device):
+    module = _load_module("flash_attn.cute.interface", "pip install flash-attn-4", device)
+
+    def attend(q, k, v, case):
+        options = {"causal": case.causal}
+        if case.window != (None, None):
+            options["window_size"] = case.window
+        if case.softcap:
+            options["softcap"] = case.softcap
+        return _first_output(module.flash_attn_func(q, k, v, **options))
+
+    return attend
+
+
+def _minus_one(case):
+    return tuple(-1 if side is None else side for side in case.mask_window)
+
+
+def _half_only(case, mode, device):
+    if case.dtype == "fp32":
+        return "fp16 and bf16 only"
+    if max(case.head_dim, case.head_dim_v) > 256:
+        return "head dim over 256"
+    return None
+
+
+def _flash_attn_refuses(case, mode, device):
+    if case.head_dim != case.head_dim_v:
+        return "head_dim_v must be head_dim"
+    return _half_only(case, mode, device)
+
+
+def _fa3_refuses(case, mode, device):
+    if case.window != (None, None) or case.softcap:
+        return "the fa3-fwd wheel has no window and no softcap"
+    if case.dtype != "bf16":
+        return "the fa3-fwd wheel has bf16 only"
+    return _flash_attn_refuses(case, mode, device)
+
+
+def _never(case, mode, device):
+    return None
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, package="flashtile"),
+        Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never),
+        Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses),
+        Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses),
+        Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses),
+        Backend("sdpa-efficient", "SDPA's memory-efficient kernels", _sdpa_loader("EFFICIENT_ATTENTION"), _sdpa_refuses),
+        Backend("sdpa-math", "SDPA's decomposition, stores the scores", _sdpa_loader("MATH"), _sdpa_refuses),
+        Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, package="flash-attn"),
+        Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, package="fa3-fwd"),
+        Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, package="flash-attn-4"),
+    )
+}
+# These store all scores: they are skipped where that would not fit.
+STORES_SCORES = ("naive", "sdpa-math")
+
+
+def parse_backends(text: str) -> list[str]:
+    """`a,b` as names of BACKENDS; `-` and `_` are the same.
+
+    Raises:
+        UsageError: an unknown name.
+    """
+    names = []
+    for item in text.split(","):
+        wanted = item.strip().lower().replace("-", "_")
+        match = [name for name in BACKENDS if name.replace("-", "_") == wanted]
+        if not match:
+            raise UsageError(f"backend: expected some of {', '.join(BACKENDS)}, got {item.strip()!r}.")
+        names += match
+    return list(dict.fromkeys(names))
+
+
+def load(name: str, device: str):
+    """attend of a backend on a device such as "cuda:0".
+
+    Raises:
+        Unavailable: what is missing.
+    """
+    attend, missing = _loaded(name, device)
+    if missing is not None:
+        raise Unavailable(missing)
+    return attend
+
+
+@lru_cache
+def _loaded(name, device):
+    # An import that fails can take seconds; it is tried once.
+    try:
+        return BACKENDS[name].load(device), None
+    except Unavailable as error:
+        return None, str(error)
+
+
+def availability(device: str) -> dict[str, str | None]:
+    """Backend -> None if it loads on the device, else what is missing."""
+    return {name: unavailable(name, device) for name in BACKENDS}
+
+
+def unavailable(name: str, device: str) -> str | None:
+    """What keeps a backend from running on a device, or None."""
+    try:
+        load(name, device)
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def _first_line(error) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,266 @@
+"""What is written down: the environment, the JSON document `flashtile-bench/1`, CSV and Markdown tables.
+
+The document: schema, env, settings, roofs, results (one a case, backend and mode, raw samples included), comparisons,
+interrupted. Times are in ms, memory in bytes. It holds no host name, user or path.
+"""
+
+import csv
+import io
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from flashtile import settings
+
+SCHEMA = "flashtile-bench/1"
+STATUSES = ("ok", "mismatch", "unavailable", "refused", "skipped", "oom", "error")
+RESULT_KEYS = ("config", "backend", "mode", "status", "reason", "samples_ms", "stats", "flops", "bytes", "tflops",
+               "peak_mem_bytes", "extra_mem_bytes", "accuracy", "telemetry", "compile_ms", "repro")  # fmt: skip
+CONFIG_KEYS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_kv", "headdim", "headdim_v", "causal", "dtype", "window",
+               "softcap")  # fmt: skip
+CSV_COLUMNS = (*CONFIG_KEYS, "backend", "mode", "status", "median_ms", "ci95_low_ms", "ci95_high_ms", "min_ms", "avg_ms",
+               "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "host_overhead_us",
+               "compile_ms", "max_abs_error", "torch_same_dtype_error", "reason", "repro")  # fmt: skip
+FLOPS_CONVENTION = "TFLOP/s count matmul FLOPs of visible (query, key) pairs: 2 products forward, 5 backward"
+_RECORDED_VARIABLES = ("FLASHTILE_", "CUDA_", "TRITON_", "PYTORCH_", "TORCH_", "NVIDIA_TF32_OVERRIDE", "CUBLAS_",
+                       "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # fmt: skip
+
+
+def environment(device, commit: str | None = None) -> dict:
+    """The environment of a run on a torch.device. commit: a hash, with `-dirty` behind it, where the files have no .git."""
+    import torch
+
+    env = {
+        "gpu": _gpu(device),
+        "driver": _driver(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "flashtile": _flashtile_version(),
+        "peers": {name: v for name in ("flash-attn", "fa3-fwd", "flash-attn-4") if (v := _version(name))},
+        "git": _git(commit),
+        "cpu": {"name": _cpu_name(), "threads": torch.get_num_threads()},
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "env_vars": _variables(),
+    }
+    return env
+
+
+def describe(env: dict) -> str:
+    """One line for a person."""
+    where = env["gpu"]["name"] if env["gpu"] else f"CPU ({env['cpu']['name']}, {env['cpu']['threads']} threads)"
+    git = env["git"]
+    commit = f" @ {git['commit'][:8]}{'+' if git['dirty'] else ''}" if git else ""
+    triton = f", triton {env['triton']}" if env["triton"] else ""
+    return f"{where}, torch {env['torch']}{triton}, flashtile {env['flashtile']}{commit}"
+
+
+def _gpu(device):
+    import torch
+
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "cc": f"{properties.major}.{properties.minor}",
+        "sm": properties.multi_processor_count,
+        "l2_mb": properties.L2_cache_size / (1 << 20),
+        "mem_gib": round(properties.total_memory / (1 << 30), 1),
+    }
+
+
+def _driver(device):
+    from flashtile.bench.telemetry import open_gpu
+
+    gpu = open_gpu(device)
+    if gpu is None:
+        return None
+    try:
+        version = gpu[0].nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else version
+    except Exception:  # not readable here
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _flashtile_version() -> str:
+    import flashtile
+
+    return flashtile.__version__
+
+
+def _git(commit: str | None) -> dict | None:
+    """Commit and dirtiness of the repository that flashtile lies in; None in an installed package."""
+    if commit:
+        return {"commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments):
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _variables() -> dict[str, str]:
+    """Environment variables that change how things run. Paths may name a user: they are left out."""
+    recorded = getattr(settings, "recorded", None)
+    values = recorded(_RECORDED_VARIABLES) if recorded else {}
+    return {name: "<path>" if "/" in value or "\\" in value else value for name, value in sorted(values.items())}
+
+
+# --- documents -----------------------------------------------------------------------------------------------------------
+
+
+def problems(document) -> list[str]:
+    """What is wrong with a document of this schema; empty if nothing is."""
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        return [f"expected an object with schema {SCHEMA!r}"]
+    wrong = [f"{key}: missing" for key in ("env", "settings", "results", "comparisons", "interrupted") if key not in document]
+    for i, row in enumerate(document.get("results", [])):
+        wrong += [f"results[{i}].{key}: missing" for key in RESULT_KEYS if key not in row]
+        wrong += [f"results[{i}].config.{key}: missing" for key in CONFIG_KEYS if key not in row.get("config", {})]
+        if row.get("status") not in STATUSES:
+            wrong.append(f"results[{i}].status: expected one of {', '.join(STATUSES)}, got {row.get('status')!r}")
+        if row.get("status") == "ok" and not row.get("samples_ms"):
+            wrong.append(f"results[{i}].samples_ms: empty")
+    return wrong
+
+
+def load(path) -> dict:
+    """A document from a file.
+
+    Raises:
+        UsageError: not a document of this schema; says what is wrong.
+    """
+    from flashtile.bench.cases import UsageError
+
+    try:
+        document = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    wrong = problems(document)
+    if wrong:
+        raise UsageError(f"{path}: not a {SCHEMA} document: {'; '.join(wrong[:3])}.")
+    return document
+
+
+def to_text(document: dict) -> str:
+    """JSON with one line a result, so that it can be read and diffed."""
+    document = dict(document)
+    lists = {key: document.pop(key) for key in ("results", "comparisons")}
+    lines = json.dumps(document, indent=1, allow_nan=False)[:-2]
+    for key, rows in lists.items():
+        body = ",\n  ".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
+        lines += f',\n "{key}": [\n  {body}\n ]' if rows else f',\n "{key}": []'
+    return lines + "\n}\n"
+
+
+def _finite(value):
+    """JSON has no nan and no infinity: they become strings."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value
+
+
+def write(path: str, text: str) -> None:
+    """Write a file whole or not at all; `-` is stdout."""
+    if path == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
+        handle.write(text)
+    os.chmod(handle.name, 0o644)
+    os.replace(handle.name, target)
+
+
+def csv_row(row: dict) -> dict:
+    """A result of a document as one flat row with units in its names."""
+    stats = row["stats"] or {}
+    accuracy = row["accuracy"] or {}
+    flat = {key: row["config"][key] for key in CONFIG_KEYS}
+    flat["window"] = ",".join("-1" if side is None else str(side) for side in row["config"]["window"])
+    return flat | {
+        "backend": row["backend"], "mode": row["mode"], "status": row["status"],
+        "median_ms": stats.get("median"), "min_ms": stats.get("min"), "avg_ms": stats.get("mean"), "max_ms": stats.get("max"),
+        "ci95_low_ms": stats.get("ci95", [None])[0], "ci95_high_ms": stats.get("ci95", [None])[-1],
+        "n": stats.get("n"), "outliers": stats.get("outliers"), "tflops": row["tflops"],
+        "roof_percent": None if row.get("roof_fraction") is None else 100 * row["roof_fraction"],
+        "gbytes_per_s": row["bytes"] / stats["median"] / 1e6 if stats else None,
+        "extra_mem_mib": None if row["extra_mem_bytes"] is None else row["extra_mem_bytes"] / (1 << 20),
+        "host_overhead_us": row.get("host_overhead_us"), "compile_ms": row["compile_ms"],
+        "max_abs_error": accuracy.get("max_abs"), "torch_same_dtype_error": accuracy.get("torch_same_dtype"),
+        "reason": row["reason"], "repro": row["repro"],
+    }  # fmt: skip
+
+
+def to_csv(document: dict) -> str:
+    """One row a case, backend and mode."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(csv_row(row) for row in document["results"])
+    return out.getvalue()
+
+
+def to_markdown(document: dict) -> str:
+    """A table of the results under a line that says where they come from."""
+    lines = [
+        f"{describe(document['env'])}. Median ms (95% interval within this run), timer {document['settings']['timer']}, "
+        f"{document['settings']['l2']} L2, inputs N(0, 1). {FLOPS_CONVENTION}.",
+        "",
+        "| case | mode | backend | ms | TFLOP/s | of roof | memory beyond inputs | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    from flashtile.bench.cases import BenchCase
+
+    for row in document["results"]:
+        label = BenchCase.from_config(row["config"]).label()
+        cells = ["-"] * 4
+        if row["status"] == "ok":
+            stats, roof, extra = row["stats"], row.get("roof_fraction"), row["extra_mem_bytes"]
+            cells = [
+                f"{stats['median']:.4g} [{stats['ci95'][0]:.4g}, {stats['ci95'][1]:.4g}]",
+                f"{row['tflops']:.4g}",
+                "-" if roof is None else f"{roof:.1%}",
+                "-" if extra is None else f"{extra / (1 << 20):.1f} MiB",
+            ]
+        note = row["reason"].replace("\n", " ").replace("|", "/") if row["reason"] else ""
+        lines.append("| " + " | ".join([label, row["mode"], row["backend"], *cells, note]) + " |")
+    return "\n".join(lines) + "\n"

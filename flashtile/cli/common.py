@@ -1,0 +1,271 @@
+"""What the commands share: groups of flags, exit codes, progress, the files they write. Imports no torch.
+
+A command is a function whose arguments are groups (dataclasses of typer options); `command` turns it into the flat function
+that typer wants, and turns errors into exit codes.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated
+
+import typer
+
+OK, INTERNAL, USAGE, MISMATCH, REGRESSION, UNCLEAR, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
+
+
+def _panel(panel):
+    """A maker of typer options that stand under one title in --help."""
+    return lambda help, *names, **more: typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+_shape, _timing, _output = _panel("Shape"), _panel("Measurement"), _panel("Output")
+Text, Number, Switch = str | None, float | None, bool | None
+
+
+@dataclass
+class ShapeFlags:
+    """Which cases. Lists: `512,1k,2k`; doubling ranges: `1k..16k`."""
+
+    preset: Annotated[Text, _shape("Named cases (see `flashtile presets`); other flags override them.", "--preset")] = None
+    batch: Annotated[Text, _shape("Batch size (2). All numbers may be lists 1,2,4 or ranges 1k..16k.", "--batch", "-b")] = None
+    seqlen: Annotated[Text, _shape("Tokens of keys, and of queries unless --seqlen-q (1024).", "--seqlen", "-s")] = None
+    seqlen_q: Annotated[Text, _shape("Tokens of queries.", "--seqlen-q")] = None
+    nheads: Annotated[Text, _shape("Query heads (8).", "--nheads")] = None
+    nheads_kv: Annotated[Text, _shape("Key-value heads (as many as query heads).", "--nheads-kv")] = None
+    headdim: Annotated[Text, _shape("Head dim (64); 192-128 is 192 for q and k, 128 for v.", "--headdim", "-d")] = None
+    causal: Annotated[Switch, _shape("Hide keys after the query; `--causal both`: yes and no.", "--causal/--no-causal")] = None
+    causal_both: Annotated[bool, _shape("The same as `--causal both`.", "--causal-both", hidden=True)] = False
+    dtype: Annotated[Text, _shape("fp16, bf16, fp32 (bf16; fp32 on a CPU).", "--dtype")] = None
+    window: Annotated[Text, _shape("LEFT,RIGHT keys visible beside the diagonal; -1 is all of them.", "--window")] = None
+    softcap: Annotated[Number, _shape("Scores become softcap * tanh(score / softcap) (off).", "--softcap")] = None
+    total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
+    hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
+
+    def cases(self, dtype: str):
+        """BenchCases of these flags; dtype where none is given."""
+        from flashtile.bench.cases import Shape, build_cases
+
+        causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
+        values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
+        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype}))
+
+
+@dataclass
+class TimingFlags:
+    """How to measure."""
+
+    mode: Annotated[str, _timing("Some of fwd, bwd, fwd_bwd.", "--mode")] = "fwd,bwd"
+    no_grad: Annotated[bool, _timing("Forward only, as --mode fwd.", "--no-grad")] = False
+    repeats: Annotated[int | None, _timing("Exactly so many samples (compare: rounds).", "--repeats")] = None
+    rep_ms: Annotated[Number, _timing("Sampling time per mode and backend in ms (run 500, compare 90).", "--rep-ms")] = None
+    timeout: Annotated[float, _timing("Most seconds of sampling per mode and backend.", "--timeout")] = 3.0
+    timer: Annotated[str, _timing("auto, event (device), graph, wall (call and wait).", "--timer")] = "auto"
+    l2: Annotated[str, _timing("cold empties the L2 cache before each call; warm doesn't.", "--l2")] = "cold"
+    seed: Annotated[int, _timing("Of the N(0, 1) inputs and the order of backends.", "--seed")] = 0
+    device: Annotated[Text, _timing("cuda, cuda:N or cpu (the GPU, if there is one).", "--device")] = None
+    check: Annotated[bool, _timing("Time only what is correct; --no-check for profilers.", "--check/--no-check")] = True
+    roof: Annotated[bool, _timing("Measure what a matrix product and a copy reach.", "--roof/--no-roof")] = True
+
+    def modes(self) -> list[str]:
+        from flashtile.bench.cases import MODES, parse_choices
+
+        return ["fwd"] if self.no_grad else parse_choices(self.mode, MODES, "mode")
+
+    def settings(self, **more):
+        from flashtile.bench.engine import Settings
+
+        return Settings(timer=self.timer, l2=self.l2, seed=self.seed, rep_ms=self.rep_ms, repeats=self.repeats,
+                        timeout_s=self.timeout, check=self.check, roof=self.roof, **more)  # fmt: skip
+
+
+@dataclass
+class OutputFlags:
+    """Where results go. `-` is stdout; tables then go to stderr."""
+
+    json: Annotated[Text, _output("Write everything, raw samples too; - is stdout, tables then on stderr.", "--json")] = None
+    csv: Annotated[Text, _output("Write one row per case, backend and mode.", "--csv")] = None
+    md: Annotated[Text, _output("Write a Markdown table.", "--md")] = None
+    commit: Annotated[
+        Text, _output("Commit to record where there is no .git (HASH or HASH-dirty).", "--commit", envvar="FLASHTILE_COMMIT")
+    ] = None
+    strict: Annotated[bool, _output("Exit 5 when noisy or unclear; compare: 4 when slower.", "--strict")] = False
+    quiet: Annotated[bool, _output("No tables and no progress; files and the exit code only.", "--quiet", "-q")] = False
+    progress: Annotated[bool, _output("Say on stderr what is being done.", "--progress/--no-progress")] = True
+    color: Annotated[bool, _output("Colours on a terminal; NO_COLOR works too.", "--color/--no-color")] = True
+
+    def console(self):
+        """The rich console for tables."""
+        to_stderr = "-" in (self.json, self.csv, self.md)
+        return make_console(stderr=to_stderr, quiet=self.quiet, no_color=not self.color)
+
+    def check(self) -> None:
+        """Refuse what can't be written before hours of measurement.
+
+        Raises:
+            UsageError: two outputs on stdout, or a folder that isn't there and can't be made.
+        """
+        from pathlib import Path
+
+        from flashtile.bench.cases import UsageError
+
+        targets = [target for target in (self.json, self.csv, self.md) if target]
+        if targets.count("-") > 1:
+            raise UsageError("--json, --csv, --md: expected at most one of them on stdout.")
+        for target in targets:
+            if target == "-":
+                continue
+            try:
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"{target}: can't be written: {error.strerror}.") from None
+            if Path(target).is_dir():
+                raise UsageError(f"{target}: expected a file, got a folder.")
+
+    def save(self, report, partial: bool = False) -> None:
+        """Write the files; a partial report goes to files only, not to stdout."""
+        from flashtile.bench import record
+
+        document = report.document()
+        makers = ((self.json, record.to_text), (self.csv, record.to_csv), (self.md, record.to_markdown))
+        for target, make in makers:
+            if target and not (partial and target == "-"):
+                record.write(target, make(document))
+
+
+def make_console(*, stderr=False, quiet=False, no_color=False):
+    """A rich console; off a terminal it is wide, since nobody sees a margin there."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, quiet=quiet, no_color=no_color or None, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(stderr=stderr, quiet=quiet, no_color=True, highlight=False, soft_wrap=True, width=200)
+    return console
+
+
+class Progress:
+    """Says on stderr what is being done: a spinner on a terminal, else a line a second. `with` starts and ends it."""
+
+    def __init__(self, enabled: bool):
+        from rich.console import Console
+
+        self.console = Console(stderr=True, highlight=False)
+        self.enabled, self.on_terminal = enabled, self.console.is_terminal
+        self._text, self._said, self._since = "starting", None, time.perf_counter()
+        self._status = self._thread = None
+        self._stop = threading.Event()
+
+    def __enter__(self):
+        if self.enabled and self.on_terminal:
+            self._status = self.console.status(self._text, refresh_per_second=4)
+            self._status.start()
+        elif self.enabled:
+            self._thread = threading.Thread(target=self._beat, name="flashtile-progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self._stop.set()
+        if self._status:
+            self._status.stop()
+        if self._thread:
+            self._thread.join(timeout=2.0)
+
+    def say(self, text: str) -> None:
+        self._text, self._since = text, time.perf_counter()
+        if self._status:
+            self._status.update(text)
+
+    @contextmanager
+    def paused(self):
+        """Nothing is said inside, so that lines printed elsewhere stay whole."""
+        if self._status:
+            self._status.stop()
+        try:
+            yield
+        finally:
+            if self._status:
+                self._status.start()
+
+    def _beat(self):
+        while not self._stop.wait(0.9):
+            seconds = time.perf_counter() - self._since
+            text = self._text if self._text != self._said else f"{self._text} ({seconds:.0f} s)"
+            self._said = self._text
+            print(text, file=sys.stderr, flush=True)
+
+
+def command(function):
+    """A typer command from a function of flag groups; its return value is the exit code, its errors become one."""
+    groups = {name: parameter.annotation for name, parameter in inspect.signature(function).parameters.items()}
+    flat, owners = [], {}
+    for name, annotation in groups.items():
+        if not is_dataclass(annotation):
+            parameter = inspect.signature(function).parameters[name]
+            flat.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        for field in fields(annotation):
+            owners[field.name] = name
+            flat.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                                          annotation=field.type))  # fmt: skip
+
+    @functools.wraps(function)
+    def wrapped(**values):
+        arguments = {name: {} for name in groups}
+        for key, value in values.items():
+            if key in owners:
+                arguments[owners[key]][key] = value
+            else:
+                arguments[key] = value
+        built = {name: groups[name](**part) if is_dataclass(groups[name]) else part for name, part in arguments.items()}
+        raise typer.Exit(_guarded(function, built))
+
+    wrapped.__signature__ = inspect.Signature(flat)
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return wrapped
+
+
+def _guarded(function, arguments) -> int:
+    """function's exit code; what a user can mend is one line on stderr, what is our fault a traceback."""
+    from flashtile.errors import FlashtileError
+
+    try:
+        return function(**arguments) or OK
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return INTERRUPTED
+    except FlashtileError as error:
+        complain(str(error))
+        return MISSING if type(error).__name__ == "Unavailable" else USAGE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("torch", "triton", "numpy"):
+            raise
+        complain(f"{error.name} is not installed. Install flashtile with its requirements: pip install flashtile.")
+        return MISSING
+
+
+def complain(text: str) -> None:
+    print(f"flashtile: {text}", file=sys.stderr)
+
+
+def exit_code(report, strict_code=OK) -> int:
+    """The code of a finished report: what is worst in it."""
+    from flashtile.bench.engine import SUBJECT
+
+    if report.interrupted:
+        return INTERRUPTED
+    statuses = {result.status for result in report.results}
+    if "mismatch" in statuses:
+        return MISMATCH
+    if any(result.status == "error" and result.backend == SUBJECT for result in report.results):
+        return INTERNAL
+    if "ok" in statuses:
+        return strict_code
+    for status, code in (("error", INTERNAL), ("unavailable", MISSING), ("oom", MISSING), ("skipped", MISSING)):
+        if status in statuses:
+            return code
+    return USAGE

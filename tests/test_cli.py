@@ -1,0 +1,233 @@
+"""The command line: the seed's flags, exit codes, what is printed where, and how fast help is."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile import cli
+from flashtile.bench import measure, peers, record
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["-b", "1", "-s", "64", "--nheads", "2", "-d", "16", "--device", "cpu", "--no-roof", "--no-progress"]
+QUICK = [*SMALL, "--repeats", "6"]
+
+
+def _python(*arguments, **more):
+    # pytest and coverage variables of this process don't matter to the child; where flashtile lies does.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": path}, **more)  # fmt: skip
+
+
+def _run_json(capsys, *arguments):
+    code = cli.main([*arguments, "--json", "-"])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out), captured.err
+
+
+def test_help_is_immediate_and_imports_no_torch():
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = _python("-m", "flashtile", "--help")
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0 and "compare" in done.stdout
+    assert min(times) < 0.3, times
+    heavy = "import sys, flashtile.cli; print([m for m in ('torch', 'triton', 'numpy', 'matplotlib') if m in sys.modules])"
+    assert _python("-c", heavy).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["compare"], ["doctor"], ["presets"]])
+def test_every_command_has_help(command, capsys):
+    assert cli.main([*command, "--help"]) == 0
+    assert "flashtile" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    import flashtile
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == flashtile.__version__
+
+
+def test_run_prints_what_the_seed_asks_for(capsys):
+    assert cli.main(["run", *QUICK]) == 0
+    out = capsys.readouterr().out
+    for text in ("Forward Pass Results:", "Backward Pass Results:", "Time (min):", "Time (avg):", "Time (max):", "Memory:",
+                 "TFLOPs/s (peak):", "TFLOPs/s (avg):", "Time (median):", "repro: flashtile run -b 1 -s 64"):  # fmt: skip
+        assert text in out, text
+    assert "CPU result, the reference implementation, not a statement about the kernels" in out
+
+
+def test_seed_flags_work_unchanged(capsys):
+    flags = "--batch 1 --seqlen 32 --nheads 2 --headdim 16 --causal --dtype fp16 --no-grad --repeats 4 --device cpu"
+    code, document, _ = _run_json(capsys, "run", *flags.split())
+    assert code == 0
+    (result,) = document["results"]
+    config = result["config"]
+    assert (config["batch"], config["seqlen_q"], config["nheads"], config["headdim"]) == (1, 32, 2, 16)
+    assert config["causal"] is True and config["dtype"] == "fp16"
+    assert result["mode"] == "fwd" and len(result["samples_ms"]) == 4
+    assert document["roofs"]
+
+
+def test_other_shape_flags(capsys):
+    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--nheads-kv", "1", "--window", "-1,4", "--softcap",
+                                  "20", "--seqlen-q", "32", "--seed", "3")  # fmt: skip
+    config = document["results"][0]["config"]
+    assert code == 0 and config["window"] == [None, 4] and config["softcap"] == 20 and config["nheads_kv"] == 1
+    assert (config["seqlen_q"], config["seqlen_k"]) == (32, 64) and document["settings"]["seed"] == 3
+
+
+def test_defaults_are_the_seeds():
+    from flashtile.cli.common import ShapeFlags
+
+    (case,) = ShapeFlags().cases("bf16")
+    assert (case.batch, case.seqlen_q, case.num_heads, case.head_dim, case.causal) == (2, 1024, 8, 64, False)
+    assert case.dtype == "bf16"
+
+
+def test_json_on_stdout_is_only_json(capsys):
+    code, document, err = _run_json(capsys, "run", *QUICK, "--mode", "fwd")
+    assert code == 0 and record.problems(document) == [] and document["schema"] == "flashtile-bench/1"
+    assert "Forward Pass Results:" in err
+
+
+def test_quiet_prints_nothing(capsys, tmp_path):
+    target = tmp_path / "a.json"
+    assert cli.main(["run", *QUICK, "--mode", "fwd", "-q", "--json", str(target)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == "" and record.load(target)["results"]
+
+
+def test_files_are_written(capsys, tmp_path):
+    files = {kind: tmp_path / "new" / f"a.{kind}" for kind in ("json", "csv", "md")}
+    flags = [word for kind, path in files.items() for word in (f"--{kind}", str(path))]
+    assert cli.main(["compare", *SMALL, "--rounds", "6", "--rep-ms", "6", "--backend", "naive,sdpa", *flags]) == 0
+    assert record.load(files["json"])["comparisons"]
+    assert len(files["csv"].read_text().splitlines()) == 5
+    assert files["md"].read_text().count("\n|") == 6
+
+
+def test_compare_shows_unavailable_backends_with_their_reason(capsys):
+    backends = "flashtile,naive,sdpa-cudnn,fa3"
+    assert cli.main(["compare", *SMALL, "--rounds", "6", "--rep-ms", "6", "--mode", "fwd", "--backend", backends]) == 0
+    out = capsys.readouterr().out
+    assert "sdpa-cudnn: needs a GPU" in out and "fa3: needs a GPU" in out
+    assert any(word in out for word in ("FASTER", "SLOWER", "SAME", "UNCLEAR"))
+
+
+def test_compare_of_a_grid_ends_with_geomeans(capsys):
+    code = cli.main(["compare", *SMALL, "-s", "16,32,64", "--causal", "both", "--rounds", "6", "--rep-ms", "6", "--mode", "fwd",
+                     "--backend", "flashtile,naive"])  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0 and out.count("h2 d16") == 6 and "geomean" in out and "range" in out
+
+
+def test_compare_strict(capsys, monkeypatch):
+    from flashtile.bench import stats
+
+    arguments = ["compare", *SMALL, "--rounds", "6", "--rep-ms", "6", "--mode", "fwd", "--backend", "flashtile,naive"]
+    for verdict, code in (("SLOWER", 4), ("UNCLEAR", 5), ("FASTER", 0), ("SAME", 0)):
+        monkeypatch.setattr(stats, "verdict", lambda *_, verdict=verdict: verdict)
+        assert cli.main([*arguments, "--strict"]) == code
+        assert cli.main(arguments) == 0
+
+
+USAGE_ERRORS = """
+run --no-such-flag
+run --dtype fp8
+run --seqlen 12x
+run --preset gpt5
+run --mode sideways
+run --backend flashtail
+run --backend naive,sdpa
+run --nheads 3 --nheads-kv 2
+run --device toaster
+run --timer sundial
+run --json - --csv -
+run --json tests
+compare --threshold much
+compare --baseline nothing
+frobnicate
+"""
+
+
+@pytest.mark.parametrize("line", USAGE_ERRORS.strip().splitlines())
+def test_usage_errors_exit_2_and_say_why(line, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err and "Traceback" not in captured.err
+
+
+def test_refused_shapes_exit_2(capsys):
+    assert cli.main(["run", *QUICK, "-d", "300"]) == 2
+    assert "head dim of 8 to 256" in capsys.readouterr().out
+
+
+def test_mismatch_exits_3(capsys, monkeypatch):
+    def attend(q, k, v, case):
+        return peers.naive_attention(q, k, v, case) * 1.02
+
+    wrong = peers.Backend("wrong", "of a test", lambda device: attend, lambda case, mode, device: None)
+    monkeypatch.setitem(peers.BACKENDS, "wrong", wrong)
+    peers._loaded.cache_clear()
+    code, document, err = _run_json(capsys, "run", *QUICK, "--backend", "wrong")
+    assert code == 3 and {row["status"] for row in document["results"]} == {"mismatch"} and "WRONG" in err
+    assert cli.main(["compare", *QUICK, "--backend", "naive,wrong"]) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_missing_hardware_exits_6(capsys):
+    assert cli.main(["run", "--device", "cuda", "--no-progress"]) == 6
+    assert "no GPU" in capsys.readouterr().err
+    assert cli.main(["doctor", "--device", "cuda"]) == 6
+
+
+def test_missing_backend_exits_6(capsys):
+    assert cli.main(["run", *QUICK, "--backend", "fa3", "-q"]) == 6
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_interruption_exits_130_and_keeps_results(capsys, monkeypatch, tmp_path):
+    sample, calls = measure.sample, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sample(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "sample", interrupted)
+    target = tmp_path / "a.json"
+    assert cli.main(["run", *QUICK, "--mode", "fwd", "--causal", "both", "--json", str(target)]) == 130
+    document = record.load(target)
+    assert document["interrupted"] and len(document["results"]) == 1
+
+
+def test_doctor_on_a_machine_without_a_gpu(capsys):
+    assert cli.main(["doctor", "--device", "cpu", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    checks = " ".join(check["check"] for check in document["checks"])
+    assert document["ok"] and "torch" in checks and "correct" in checks and "sdpa-cudnn" in checks
+
+
+def test_presets_lists_all(capsys):
+    from flashtile.bench.cases import PRESETS
+
+    assert cli.main(["presets"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in PRESETS)
+
+
+def test_minimal_benchmark_is_flashtile_run():
+    done = _python("minimal_benchmark.py", *QUICK, "--no-grad")
+    assert done.returncode == 0, done.stderr
+    assert "Forward Pass Results:" in done.stdout and "Backward" not in done.stdout
