@@ -1,11 +1,13 @@
 """plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
 
-A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) -> reason
-or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward() and
-run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped
+A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) ->
+reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward()
+and run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped
 silently: a plan carries every refusal before it.
 """
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -62,3 +64,27 @@ def plan_for(problem, torch_device, direction) -> Plan:
     from flashtile import hardware
 
     return plan(problem, hardware.detect(torch_device), direction, settings.preferred_tier())
+
+
+def compile_ahead(problem, operands, directions=("forward", "backward")) -> dict[str, float]:
+    """Compile the kernels of a problem side by side in threads, so that the first call finds them.
+
+    operands: tensors of the call; the kernels run once on them, and on scratch memory. Tiers without compile_jobs(problem,
+    configs, operands, direction) -> list of functions have nothing to compile.
+
+    Returns:
+        For each direction the seconds until its last kernel was ready.
+    """
+    start = time.perf_counter()
+
+    def finish(job):
+        job()
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor() as threads:
+        running = {}
+        for direction in directions:
+            chosen = plan_for(problem, operands.q.device, direction)
+            jobs = getattr(chosen.module, "compile_jobs", lambda *_: [])(problem, chosen.configs, operands, direction)
+            running[direction] = [threads.submit(finish, job) for job in jobs]
+        return {direction: max((job.result() for job in jobs), default=0.0) for direction, jobs in running.items()}

@@ -32,7 +32,7 @@ def _describe(arguments):
     operands = Operands(*arguments[:_NUM_TENSORS])
     (max_seqlen_q, max_seqlen_k, causal, left, right, softmax_scale, softcap, dropout_p, deterministic,
      return_lse) = arguments[_NUM_TENSORS:]  # fmt: skip
-    problem = AttentionProblem.from_tensors(
+    problem = AttentionProblem.of_call(
         operands, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=(left, right),
         softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip

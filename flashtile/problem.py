@@ -21,6 +21,11 @@ INT32_MAX = 2**31 - 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+# Calls that were checked, and what they are; forgotten all at once when there are many.
+MAX_DESCRIBED = 4096
+_DESCRIBED = {}
+
+
 class Operands(NamedTuple):
     """The tensors of one call; None where an option is off. Shapes as in `flashtile.attention`."""
 
@@ -118,6 +123,23 @@ class AttentionProblem:
             has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
             wide_rows=widest >= 2**22,
         )  # fmt: skip
+
+    @classmethod
+    def of_call(cls, operands, **options):
+        """from_tensors, remembered by shapes, strides, dtypes and devices: a repeated call is not checked again."""
+        if torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
+            # Symbolic sizes have no hash
+            return cls.from_tensors(operands, **options)
+        if operands.cu_seqlens_q is not None and _values_readable(operands.q):
+            return cls.from_tensors(operands, **options)
+        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in operands), *options.values())
+        problem = _DESCRIBED.get(call)
+        if problem is None:
+            problem = cls.from_tensors(operands, **options)
+            if len(_DESCRIBED) >= MAX_DESCRIBED:
+                _DESCRIBED.clear()
+            _DESCRIBED[call] = problem
+        return problem
 
     @property
     def varlen(self) -> bool:

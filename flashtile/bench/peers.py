@@ -80,6 +80,16 @@ def _flashtile_refuses(case, mode, device):
     return None
 
 
+def compile_ahead(q, k, v, case, forward_only) -> dict[str, float]:
+    """Compile flashtile's kernels for a case side by side; seconds until those of each direction were ready."""
+    from flashtile import dispatch
+    from flashtile.problem import AttentionProblem, Operands
+
+    operands = Operands(q, k, v)
+    problem = AttentionProblem.from_tensors(operands, causal=case.causal, window=case.window, softcap=case.softcap)
+    return dispatch.compile_ahead(problem, operands, ("forward",) if forward_only else ("forward", "backward"))
+
+
 def flashtile_kernels(case, mode, device) -> str:
     """The tiers that flashtile takes for a case, with their tiles: `portable forward:64x64,4w,3s`."""
     words = []

@@ -62,7 +62,7 @@ class TimingFlags:
     mode: Annotated[str, _timing("Some of fwd, bwd, fwd_bwd.", "--mode")] = "fwd,bwd"
     no_grad: Annotated[bool, _timing("Forward only, as --mode fwd.", "--no-grad")] = False
     repeats: Annotated[int | None, _timing("Exactly so many samples (compare: rounds).", "--repeats")] = None
-    rep_ms: Annotated[Number, _timing("Sampling time per mode and backend in ms (run 500, compare 90).", "--rep-ms")] = None
+    rep_ms: Annotated[Number, _timing("Sampling time per mode and backend in ms (run 300, compare 90).", "--rep-ms")] = None
     timeout: Annotated[float, _timing("Most seconds of sampling per mode and backend.", "--timeout")] = 3.0
     timer: Annotated[str, _timing("auto, event (device), graph, wall (call and wait).", "--timer")] = "auto"
     l2: Annotated[str, _timing("cold empties the L2 cache before each call; warm doesn't.", "--l2")] = "cold"

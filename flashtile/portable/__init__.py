@@ -39,3 +39,20 @@ def run_backward(problem, configs, operands, out, lse, dout, dlse):
     from flashtile.portable import backward
 
     return backward.launch(problem, configs, operands, out, lse, dout, dlse)
+
+
+def compile_jobs(problem, configs, operands, direction) -> list:
+    """Functions that each compile one kernel, and run it once on memory of no meaning."""
+    from functools import partial
+
+    from flashtile.portable import arguments, backward, forward
+
+    if direction == "forward":
+        return [partial(forward.launch, problem, configs["forward"], operands)]
+    common = arguments.common_arguments(problem, operands)
+    dout, lse = arguments.allocate_forward(problem, operands)
+    return [
+        partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None),
+        partial(backward.launch_dkdv, problem, configs["dkdv"], common, operands, lse, lse, dout),
+        partial(backward.launch_dq, problem, configs["dq"], common, operands, lse, lse, dout),
+    ]
