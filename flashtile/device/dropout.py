@@ -1,9 +1,9 @@
 """Which attention weights dropout keeps: Philox 4x32 with 7 rounds, addressed by position.
 
-Key: the seed. Counter: (row, col, sequence * num_heads + head, offset), row and col being positions inside the sequence. The
-mask depends on nothing else, so backward kernels with other tiles see the forward's mask. Philox is Salmon et al. 2011; 7
-rounds are the fewest that pass BigCrush there. Row and col enter in the first round, one vector each: two of the seven
-rounds cost next to nothing.
+Key: the seed. Counter: (row, col // 4, sequence * num_heads + head, offset), row and col being positions inside the sequence;
+word col % 4 decides. The mask depends on nothing else, so backward kernels with other tiles see the forward's mask. Philox is
+Salmon et al. 2011; 7 rounds are the fewest that pass BigCrush there. Row and col enter in the first round, one vector each:
+two of the seven rounds cost next to nothing.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,27 @@ def load_stream(dropout, head_id):
 
 
 @triton.jit
-def keep(rows, cols, stream, dropout):
-    """Mask of the weights that stay; rows and cols are int32 and broadcast against each other."""
-    bits, _, _, _ = tl.philox(stream.seed, rows, cols, stream.head_id, stream.offset, ROUNDS)
-    return bits >= dropout.threshold.to(tl.uint32)
+def keep_tile(row_begin, col_begin, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """(TILE_M, TILE_N) mask of the weights that stay; col_begin is a multiple of 4.
+
+    One Philox call for four columns; its words are then laid side by side, which costs a pass of bytes through shared memory.
+    One call for each element made attention with dropout 2.6 to 3.5 times as slow as without (H200, 4096 tokens).
+    Without dropout a placeholder.
+    """
+    if dropout.rng_state is None:
+        return 0
+    else:
+        return _keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
+
+
+@triton.jit
+def _keep_tile(row_begin, col_begin, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    rows = row_begin + tl.arange(0, TILE_M)
+    groups = col_begin // 4 + tl.arange(0, TILE_N // 4)
+    words = tl.philox(stream.seed, rows[:, None], groups[None, :], stream.head_id, stream.offset, ROUNDS)
+    threshold = dropout.threshold.to(tl.uint32)
+    kept_0, kept_1 = (words[0] >= threshold).to(tl.int8), (words[1] >= threshold).to(tl.int8)
+    kept_2, kept_3 = (words[2] >= threshold).to(tl.int8), (words[3] >= threshold).to(tl.int8)
+    # (TILE_M, TILE_N / 4, 2, 2): word = 2 * third index + last index
+    kept = tl.join(tl.join(kept_0, kept_2), tl.join(kept_1, kept_3))
+    return kept.reshape(TILE_M, TILE_N) != 0

@@ -20,6 +20,7 @@ from flashtile.device import masks, schedule, scores
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, store_tile
+from flashtile.gradients import sinks_gradient
 from flashtile.portable.arguments import common_arguments, rows_of
 
 
@@ -60,16 +61,18 @@ def _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window, score_params, slope, stream, dropout,
+def _p_and_dscores(raw_scores, dp, lse_log2, delta, kept, rows, cols, lengths, window, score_params, slope, dropout,
                    MASKED: tl.constexpr):  # fmt: skip
-    """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape."""
+    """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape.
+
+    kept: mask of the weights that dropout leaves.
+    """
     logits = scores.logits(raw_scores, rows, cols, lengths, slope, score_params)
     p = tl.exp2(logits * scores.scale_log2(score_params) - lse_log2)
     if MASKED:
         p = tl.where(masks.visible(rows, cols, lengths, window), p, 0.0)
     weights = p
     if dropout.rng_state is not None:
-        kept = dropouts.keep(rows, cols, stream, dropout)
         weights = tl.where(kept, p, 0.0)
         dp = tl.where(kept, dp * dropout.keep_scale, 0.0)
     return weights, scores.through_softcap(p * (dp - delta), raw_scores, score_params)
@@ -77,9 +80,9 @@ def _p_and_dscores(raw_scores, dp, lse_log2, delta, rows, cols, lengths, window,
 
 @triton.jit
 def _absorb_query_tile(
-    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, cols, m_tile, lengths, window,
-    score_params, slope, stream, dropout, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, col_begin, m_tile, lengths, window,
+    score_params, slope, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv from one query tile. Tiles are (TILE_N, TILE_M): so pᵀ and dscoresᵀ are operands as they come."""
     row_begin = m_tile * TILE_M
@@ -87,8 +90,12 @@ def _absorb_query_tile(
     q = load_tile(q_ptr, row_begin, lengths.seqlen_q, q_row_stride, TILE_M, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     lse_log2, delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED)
     dout = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout_row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
-    weights, dscores = _p_and_dscores(dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], rows[None, :],
-                                      cols[:, None], lengths, window, score_params, slope, stream, dropout, MASKED)  # fmt: skip
+    kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
+    if dropout.rng_state is not None:
+        kept = kept.T
+    cols = col_begin + tl.arange(0, TILE_N)
+    weights, dscores = _p_and_dscores(dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, rows[None, :],
+                                      cols[:, None], lengths, window, score_params, slope, dropout, MASKED)  # fmt: skip
     dv = dot(weights.to(dout.dtype), dout, dv)
     dk = dot(dscores.to(q.dtype), q, dk)
     return dk, dv
@@ -105,7 +112,6 @@ def attention_dkdv(
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     col_begin = work.tile * TILE_N
     if col_begin < lengths.seqlen_k:
-        cols = col_begin + tl.arange(0, TILE_N)
         k_ptr = head_ptr(k, work.batch, lengths.start_k, work.head)
         v_ptr = head_ptr(v, work.batch, lengths.start_k, work.head)
         k_tile = load_tile(k_ptr, col_begin, lengths.seqlen_k, k.row_stride, TILE_N, HEAD_DIM, BLOCK_D, True, WIDE)
@@ -127,8 +133,8 @@ def attention_dkdv(
                     for m_tile in tl.range(begin, end):
                         dk_acc, dv_acc = _absorb_query_tile(
                             dk_acc, dv_acc, k_tile, v_tile, q_ptr, dout_ptr, lse_ptr, delta_ptr, q.row_stride,
-                            dout.row_stride, cols, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M,
-                            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                            dout.row_stride, col_begin, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M,
+                            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
                         )  # fmt: skip
         if dropout.rng_state is not None:
             dv_acc = dv_acc * dropout.keep_scale
@@ -142,17 +148,19 @@ def attention_dkdv(
 
 @triton.jit
 def _absorb_key_tile(
-    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope,
-    stream, dropout, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params,
+    slope, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq from one key tile."""
+    rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
-    _, dscores = _p_and_dscores(dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], rows[:, None], cols[None, :],
-                                lengths, window, score_params, slope, stream, dropout, MASKED)  # fmt: skip
+    kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
+    _, dscores = _p_and_dscores(dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, rows[:, None],
+                                cols[None, :], lengths, window, score_params, slope, dropout, MASKED)  # fmt: skip
     return dot(dscores.to(k.dtype), k, dq)
 
 
@@ -187,9 +195,9 @@ def attention_dq(
                 begin, end = masks.part_of(tiles, part)
                 for n_tile in tl.range(begin, end):
                     acc = _absorb_key_tile(
-                        acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile,
-                        lengths, window, score_params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV,
-                        WIDE, MASKED=part != 1,
+                        acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin,
+                        n_tile, lengths, window, score_params, slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V,
+                        BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
                     )  # fmt: skip
         dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
         store_tile(
@@ -203,7 +211,7 @@ def launch(problem, configs, operands, out, lse, dout, dlse):
     delta = launch_delta(problem, configs["delta"], common, out, lse, dout, dlse)
     dk, dv = launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout)
     dq = launch_dq(problem, configs["dq"], common, operands, lse, delta, dout)
-    return dq, dk, dv, _sinks_gradient(operands.sinks, lse, delta)
+    return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
 
 
 def launch_delta(problem, config, common, out, lse, dout, dlse):
@@ -254,12 +262,3 @@ def _inputs(operands, lse, delta, dout):
 def _allocate_like(x, problem):
     """Contiguous; zeros for a packed call, since rows outside of every sequence are no kernel's."""
     return (torch.zeros_like if problem.varlen else torch.empty_like)(x, memory_format=torch.contiguous_format)
-
-
-def _sinks_gradient(sinks, lse, delta):
-    """dsinks (num_heads,): a sink is a key with value 0, so its dscores are -p_sink * delta, summed over all queries."""
-    if sinks is None:
-        return None
-    p_sink = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    per_row = p_sink * delta
-    return -per_row.sum(dim=tuple(i for i in range(per_row.dim()) if i != per_row.dim() - 2)).to(sinks.dtype)

@@ -22,11 +22,12 @@ from flashtile.portable.arguments import allocate_forward, common_arguments, row
 
 @triton.jit
 def _absorb_tile(
-    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, rows, n_tile, lengths, window, score_params, slope, stream,
-    dropout, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params, slope,
+    stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden."""
+    rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
@@ -36,7 +37,7 @@ def _absorb_tile(
         logits = tl.where(masks.visible(rows[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
     if dropout.rng_state is not None:
-        p = tl.where(dropouts.keep(rows[:, None], cols[None, :], stream, dropout), p, 0.0)
+        p = tl.where(dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N), p, 0.0)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     acc = dot(p.to(v.dtype), v, acc * correction[:, None])
     return state, acc
@@ -70,9 +71,9 @@ def attention_forward(
                 begin, end = masks.part_of(tiles, part)
                 for n_tile in tl.range(begin, end):
                     state, acc = _absorb_tile(
-                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, rows, n_tile, lengths, window,
-                        score_params, slope, stream, dropout, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE,
-                        MASKED=part != 1,
+                        state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin, n_tile, lengths,
+                        window, score_params, slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                        BLOCK_DV, WIDE, MASKED=part != 1,
                     )  # fmt: skip
         if sinks is not None:
             state, correction = softmax.absorb_sink(state, tl.load(sinks + work.head).to(tl.float32))

@@ -1,6 +1,7 @@
 """Which attention weights dropout keeps: Philox 4x32 with 7 rounds, addressed by position.
 
-Key: the seed. Counter: (row, col, sequence * num_heads + head, offset), row and col being positions inside the sequence.
+Key: the seed. Counter: (row, col // 4, sequence * num_heads + head, offset), row and col being positions inside the sequence;
+word col % 4 decides.
 torch has no arithmetic on uint32, so words are kept in int64 tensors. Source: Salmon et al. 2011, Parallel random numbers:
 as easy as 1, 2, 3.
 """
@@ -58,8 +59,9 @@ def keep_scale(rows: slice, cols: slice, seqs, rng_state, dtype):
     head = torch.arange(problem.num_heads, device=device)[None, :, None, None]
     row = positions(rows, device)[:, None]
     col = positions(cols, device)[None, :]
-    counter = row, col, (sequence * problem.num_heads + head) & WORD, offset & WORD
-    bits = philox(counter, (seed & WORD, (seed >> 32) & WORD))[0]
+    counter = row, col // 4, (sequence * problem.num_heads + head) & WORD, offset & WORD
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & WORD, (seed >> 32) & WORD))), -1)
+    bits = words.gather(-1, (col % 4).expand(words.shape[:-1])[..., None])[..., 0]
     keep = bits >= threshold(problem.dropout_p)
     return keep.unflatten(1, (problem.num_heads_kv, problem.group_size)).to(dtype) / (1 - problem.dropout_p)
 
