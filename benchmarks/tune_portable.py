@@ -1,6 +1,6 @@
 """Time candidate tiles of the portable kernels on this GPU, for the table in flashtile/tiles.py.
 
-    python benchmarks/tune_portable.py OUT.json [--quick]
+    python benchmarks/tune_portable.py OUT.json [--quick] [--commit HASH]
 
 Compiles the candidates in parallel, then times each kernel alone on random bf16 data: batch x seqlen = 16384 tokens, heads =
 2048 / head dim, cold L2, median of triton.testing.do_bench. OUT.json has one row a measurement:
@@ -14,6 +14,7 @@ import multiprocessing
 
 import torch
 
+from flashtile.bench import record
 from flashtile.portable import backward, forward
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import AttentionProblem, Operands
@@ -36,7 +37,7 @@ CANDIDATES = {
         256: [(128, 32, 8, 3), (128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 3), (64, 16, 4, 3), (64, 32, 8, 3)],
     },
 }
-SEQLENS = (512, 1024, 2048, 8192, 16384)
+SEQLENS = (512, 2048, 16384)
 
 
 def launcher(kernel, config, head_dim, seqlen, causal, tokens=16384, heads=None):
@@ -71,6 +72,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--quick", action="store_true", help="sequence length 2048 only")
+    parser.add_argument("--commit", help="commit to record where there is no .git")
     arguments = parser.parse_args()
     candidates = [
         (kernel, head_dim, config, causal)
@@ -96,7 +98,7 @@ def main():
         for (kernel, head_dim, causal), row in best.items():
             mask = "causal" if causal else "full"
             print(f"{kernel:8} d{head_dim:<4} s{seqlen:<6} {mask:7} {row['config']} {row['ms']:.3f} ms")
-    environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": __import__("triton").__version__}
+    environment = record.environment(torch.device("cuda"), arguments.commit)
     with open(arguments.out, "w") as file:
         json.dump({"command": "python benchmarks/tune_portable.py", "env": environment, "rows": rows}, file)
 
