@@ -1,8 +1,9 @@
 """Compile every tile row of the portable tier without a GPU, and print a JSON line for each: what it costs.
 
-    python tests/offline.py 90              every row that dispatch can choose on sm_90, in plain calls
-    python tests/offline.py 90 features     the 16 bit rows up to head dim 128, with every option of the API
-    python tests/offline.py 90 sample       a kernel of this file, to test flashtile.bench.offline itself
+    python tests/offline.py rows 90        every row that dispatch can choose on sm_90, in plain calls
+    python tests/offline.py features 90    the 16 bit rows up to head dim 128, with every option of the API
+    python tests/offline.py sample 90      a kernel of this file, to test flashtile.bench.offline itself
+    python tests/offline.py dead           rows that dispatch can't choose anywhere
 
 A script of its own: Triton's interpreter, which the other tests use, and its compiler exclude each other in one process. The
 launch functions of the package run as they are, on "meta" tensors; only the launch itself is left out.
@@ -11,7 +12,7 @@ launch functions of the package run as they are, on "meta" tensors; only the lau
 import json
 import sys
 from dataclasses import asdict
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ def chosen_rows(arch):
         if dtype == torch.float32 and not causal:
             continue
         problem, _ = plain_call(dim, dtype, causal)
-        for kernel in KERNELS:
+        for kernel in chain(*KERNELS.values()):
             row = tiles.select(tiles.PORTABLE, kernel, problem, device)
             # delta knows no mask
             key = row, dim, dtype, causal or kernel == "delta"
@@ -141,7 +142,22 @@ def compile_sample(arch):
                                             num_warps=num_warps, arch=arch, sass=True, ptxas=size == 64))  # fmt: skip
 
 
-if __name__ == "__main__":
-    arch, what = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "rows"
-    for line in compile_sample(arch) if what == "sample" else compile_rows(arch, features=what == "features"):
+def dead_rows():
+    """Rows that no device and no problem reaches: nothing above sees them."""
+    chosen = {row for arch in (80, 90, 100) for row, *_ in chosen_rows(arch)}
+    return [str(row) for row in tiles.PORTABLE if row not in chosen]
+
+
+def main(what, arch="90"):
+    modes = {
+        "rows": compile_rows,
+        "features": lambda arch: compile_rows(arch, features=True),
+        "sample": compile_sample,
+        "dead": lambda arch: dead_rows(),
+    }
+    for line in modes[what](int(arch)):
         print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
