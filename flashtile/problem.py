@@ -72,6 +72,8 @@ class AttentionProblem:
     has_seqused_k: bool = False
     # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
     wide_rows: bool = False
+    # Rows of q, k or v do not all begin at multiples of 16 bytes.
+    unaligned: bool = False
 
     @classmethod
     def from_tensors(
@@ -121,18 +123,19 @@ class AttentionProblem:
             dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None, has_sinks=operands.sinks is not None,
             deterministic=deterministic, return_lse=return_lse, total_q=total_q, total_k=total_k,
             has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
-            wide_rows=widest >= 2**22,
+            wide_rows=widest >= 2**22, unaligned=_unaligned(q) or _unaligned(k) or _unaligned(v),
         )  # fmt: skip
 
     @classmethod
     def of_call(cls, operands, **options):
-        """from_tensors, remembered by shapes, strides, dtypes and devices: a repeated call is not checked again."""
+        """from_tensors, remembered by shapes, strides, dtypes, devices and alignment: a repeated call is not checked again."""
         if torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
             # Symbolic sizes have no hash
             return cls.from_tensors(operands, **options)
         if operands.cu_seqlens_q is not None and _values_readable(operands.q):
             return cls.from_tensors(operands, **options)
-        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in operands), *options.values())
+        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands),
+                *options.values())  # fmt: skip
         problem = _DESCRIBED.get(call)
         if problem is None:
             problem = cls.from_tensors(operands, **options)
@@ -228,6 +231,13 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
     if operands.alibi_slopes is not None and operands.alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(explain("alibi_slopes", "slopes without a gradient", "requires_grad=True",
                                        "Detach them: alibi_slopes.detach()."))  # fmt: skip
+
+
+def _unaligned(x) -> bool:
+    """Whether rows begin elsewhere than at multiples of 16 bytes. A traced tensor has no address: its strides must do."""
+    elements = 16 // x.element_size()
+    has_address = not torch.compiler.is_compiling() and type(x) is torch.Tensor
+    return any(stride % elements != 0 for stride in x.stride()[:-1]) or has_address and x.data_ptr() % 16 != 0
 
 
 def _describe(tensor) -> str:

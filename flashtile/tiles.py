@@ -68,15 +68,13 @@ PORTABLE = (
             ("forward", 256, 2, (64, 64, 8, 2)),
             ("forward", 256, 2, (64, 32, 8, 2)),
             ("forward", 64, 4, (32, 32, 4, 2)),
-            ("forward", 128, 4, (32, 32, 4, 2)),
-            ("forward", 256, 4, (32, 16, 4, 2)),
-            ("dkdv", 64, 2, (64, 64, 8, 2)),
+            ("forward", 128, 4, (16, 32, 8, 2)),
+            ("forward", 256, 4, (32, 16, 8, 2)),
+            ("dkdv", 64, 2, (32, 128, 8, 2)),
             ("dkdv", 128, 2, (64, 64, 8, 2)),
-            ("dkdv", 128, 2, (32, 64, 8, 2)),
             ("dkdv", 256, 2, (32, 32, 8, 2)),
-            ("dkdv", 256, 2, (16, 32, 4, 2)),
             ("dkdv", 64, 4, (32, 32, 4, 2)),
-            ("dkdv", 128, 4, (16, 32, 4, 2)),
+            ("dkdv", 128, 4, (16, 32, 8, 2)),
             ("dkdv", 256, 4, (16, 16, 8, 2)),
             ("dq", 64, 2, (64, 64, 4, 3)),
             ("dq", 128, 2, (64, 64, 8, 2)),
@@ -85,7 +83,7 @@ PORTABLE = (
             ("dq", 64, 4, (32, 32, 4, 2)),
             ("dq", 128, 4, (32, 16, 4, 2)),
             ("dq", 256, 4, (16, 16, 8, 1)),
-            ("delta", 256, 8, (64, 0, 4, 1)),
+            ("delta", 256, 8, (32, 0, 4, 1)),
         ],
     ),
 )
@@ -134,3 +132,56 @@ def select(table, kernel, problem, device) -> Row | None:
             ):
                 return row
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
+
+    take_turns: consumers issue products one after the other. l2_bytes: keys and values of the heads in work together.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    take_turns: bool
+    l2_bytes: int
+
+
+class HopperRow(NamedTuple):
+    """One entry: the largest padded head dims and length it is for, and where it comes from."""
+
+    block_dim: int
+    causal: bool | None
+    # the longest seqlen_k, None for any
+    max_seqlen: int | None
+    config: HopperConfig
+    source: str = ""
+
+
+# The first row that matches is taken.
+HOPPER = tuple(
+    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), "sketches on an H200, bf16, 16k tokens, 2048 / head dim heads")
+    for block_dim, causal, max_seqlen, config in [
+        (64, None, 512, (128, 128, 4, True, 4 * 2**20)),
+        (64, False, 1024, (256, 64, 8, True, 4 * 2**20)),
+        (64, True, 1024, (128, 128, 4, True, 4 * 2**20)),
+        (64, True, 2048, (256, 64, 8, True, 4 * 2**20)),
+        (64, None, None, (192, 128, 2, True, 20 * 2**20)),
+        (128, None, 512, (128, 128, 2, True, 4 * 2**20)),
+        (128, None, None, (128, 128, 2, True, 20 * 2**20)),
+        (256, True, None, (128, 64, 2, False, 20 * 2**20)),
+        (256, None, None, (128, 64, 2, True, 20 * 2**20)),
+    ]
+)
+
+
+def hopper_config(problem, device) -> HopperConfig:
+    """The configuration of the Hopper forward kernel."""
+    itemsize = problem.dtype.itemsize
+    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
+    for row in HOPPER:
+        if (block_dim <= row.block_dim and row.causal in (None, problem.causal)
+                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)):  # fmt: skip
+            return row.config
+    raise KeyError(block_dim)

@@ -40,7 +40,7 @@ class Case:
     deterministic: bool = False
     # also a gradient of lse
     dlse: bool = False
-    # of q, k and v: contiguous, heads_first, seq_first, sliced, packed_qkv, shared_kv
+    # of q, k and v: contiguous, heads_first, seq_first, sliced, shifted, packed_qkv, shared_kv
     layout: str = "contiguous"
     # "random", in the layout of q where that can be, or "expanded": all strides 0, as out.sum().backward() gives it
     dout: str = "random"
@@ -138,7 +138,7 @@ class Case:
             dout[~self.used_rows(0, out.device)] = float("nan")
         if self.dout == "expanded":
             dout = draw(1).expand(out.shape)
-        elif self.layout in ("heads_first", "seq_first", "sliced"):
+        elif self.layout in ("heads_first", "seq_first", "sliced", "shifted"):
             dout = laid_out(dout, self.layout)
         return dout, draw(*lse.shape).to(lse.dtype) if self.dlse else None
 
@@ -189,6 +189,10 @@ def laid_out(x, layout):
         wider = x.new_full((*x.shape[:-1], x.shape[-1] + 8), float("nan"))
         wider[..., : x.shape[-1]] = x
         return wider[..., : x.shape[-1]]
+    if layout == "shifted":
+        storage = x.new_full((x.numel() + 1,), float("nan"))
+        storage[1:] = x.flatten()
+        return storage[1:].view(x.shape)
     raise ValueError(f"no layout {layout}")
 
 
@@ -268,6 +272,8 @@ CASES = [
     Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),
     Case("seq_first", 65, 65, batch=2, layout="seq_first"),
     Case("sliced", 65, 65, batch=2, head_dim=40, layout="sliced"),
+    # begins one element behind an aligned address
+    Case("shifted", 65, 65, batch=2, layout="shifted", causal=True),
     Case("packed_qkv", 65, 65, batch=2, layout="packed_qkv", causal=True),
     Case("shared_kv", 65, 65, batch=2, layout="shared_kv"),
     Case("dout_expanded", 65, 65, batch=2, dout="expanded", causal=True),

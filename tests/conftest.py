@@ -1,9 +1,15 @@
-"""What all tests share: the skip of GPU tests, and fixtures."""
+"""What all tests share: Triton's interpreter where there is no GPU, the skip of GPU tests, and fixtures."""
+
+import os
 
 import pytest
 import torch
 from checks import poisoned_memory
 from hypothesis import settings
+
+# Triton looks when it is imported; tests that compile do so in processes of their own, without it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The tensors of tests are small: threads would wait for each other more than they compute.
 torch.set_num_threads(1)

@@ -83,6 +83,7 @@ def test_batched_call_is_described():
         batch=2, seqlen_q=5, seqlen_k=7, num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=24, dtype=torch.float32,
         window=(3, 1), softmax_scale=0.25, softcap=0.0, dropout_p=0.0, has_alibi=False, has_sinks=False, deterministic=False,
         return_lse=False, total_q=None, total_k=None, has_seqused_q=False, has_seqused_k=False, wide_rows=False,
+        unaligned=False,
     )  # fmt: skip
     assert (problem.varlen, problem.group_size, problem.lse_shape, problem.causal) == (False, 2, (2, 4, 5), False)
     assert describe(causal=True).causal and hash(problem) == hash(dataclasses.replace(problem))
