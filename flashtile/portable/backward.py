@@ -8,6 +8,12 @@
 Scores are recomputed in both main kernels: seven products instead of five, but no atomics, no fp32 dq in memory, no
 conversion pass, and the same bits in every run. Group heads are summed inside a program, so dk and dv of grouped queries
 are never repeated in memory. Takes every feature of `flashtile.attention`.
+
+What limits it on an H200: registers. dk and dv of one key tile and two tiles of scores leave none over at head dim 128, and
+at 256 the dkdv kernel spills 232 bytes a thread and reaches 0.85 to 0.94 of SDPA's flash backend (paper-portable.json). Tried,
+as time over the best tile (portable-tiles.json): dkdv with 64 query rows at head dim 128: 1.21 to 1.54; with 128 keys at head
+dim 256: 2.4 to 2.7; with two stages instead of three: 1.00 to 1.25 at head dim 64; dq with one stage at head dim 256: 1.20 to
+1.30.
 Source: Dao 2023, FlashAttention-2, algorithm 2.
 """
 
