@@ -2,24 +2,30 @@
 
 A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) ->
 reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward()
-and run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped
-silently: a plan carries every refusal before it.
+and run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is
+skipped silently: a plan carries every refusal before it.
 """
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 
-from flashtile import settings
+from flashtile import hardware, settings
 from flashtile.errors import UnsupportedError
 
 # Fastest first.
 TIERS = {
+    "hopper": "flashtile.hopper",
     "portable": "flashtile.portable",
     "sdpa": "flashtile.cpu.sdpa",
     "reference": "flashtile.cpu.tiled",
+}
+# Tiers that run only where FLASHTILE_TIER asks for them, and why.
+ON_REQUEST = {
+    "hopper": "runs on request (FLASHTILE_TIER=hopper) until its whole GPU suite and its speed are recorded",
 }
 
 
@@ -30,10 +36,8 @@ class Plan:
     tier: str
     configs: dict
     refusals: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def module(self):
-        return import_module(TIERS[self.tier])
+    # the tier's module, at hand for each call
+    module: ModuleType | None = field(default=None, repr=False, compare=False)
 
 
 @lru_cache(maxsize=4096)
@@ -52,8 +56,10 @@ def plan(problem, device, direction="forward", prefer=None) -> Plan:
     refusals = []
     for name, tier in tiers.items():
         reason = tier.refuses(problem, device, direction)
+        if reason is None and name != prefer:
+            reason = ON_REQUEST.get(name)
         if reason is None:
-            return Plan(name, tier.configs(problem, device, direction), tuple(refusals))
+            return Plan(name, tier.configs(problem, device, direction), tuple(refusals), tier)
         refusals.append((name, reason))
     reasons = "\n".join(f"  {name}: {reason}" for name, reason in refusals)
     raise UnsupportedError(f"no tier takes this problem on {device.name} ({device.arch}).\n{reasons}\n  {problem}")
@@ -61,8 +67,6 @@ def plan(problem, device, direction="forward", prefer=None) -> Plan:
 
 def plan_for(problem, torch_device, direction) -> Plan:
     """The plan of a call on tensors of torch_device, with the tier that the environment prefers."""
-    from flashtile import hardware
-
     return plan(problem, hardware.detect(torch_device), direction, settings.preferred_tier())
 
 

@@ -147,6 +147,11 @@ class HopperConfig:
     take_turns: bool
     l2_bytes: int
 
+    @property
+    def num_warps(self) -> int:
+        """A producer of 4 warps and consumers of 4."""
+        return 4 + self.tile_m // 16
+
 
 class HopperRow(NamedTuple):
     """One entry: the largest padded head dims and length it is for, and where it comes from."""
@@ -159,16 +164,14 @@ class HopperRow(NamedTuple):
     source: str = ""
 
 
+_HOPPER_SOURCE = "H200, torch 2.11, triton 3.6.0, bf16, 16k tokens, 2048 / head dim heads; not recorded yet"
 # The first row that matches is taken.
 HOPPER = tuple(
-    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), "sketches on an H200, bf16, 16k tokens, 2048 / head dim heads")
+    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
     for block_dim, causal, max_seqlen, config in [
-        (64, None, 512, (128, 128, 4, True, 4 * 2**20)),
-        (64, False, 1024, (256, 64, 8, True, 4 * 2**20)),
-        (64, True, 1024, (128, 128, 4, True, 4 * 2**20)),
-        (64, True, 2048, (256, 64, 8, True, 4 * 2**20)),
+        (64, None, 1024, (256, 64, 8, True, 20 * 2**20)),
+        (64, True, 4096, (256, 64, 8, True, 20 * 2**20)),
         (64, None, None, (192, 128, 2, True, 20 * 2**20)),
-        (128, None, 512, (128, 128, 2, True, 4 * 2**20)),
         (128, None, None, (128, 128, 2, True, 20 * 2**20)),
         (256, True, None, (128, 64, 2, False, 20 * 2**20)),
         (256, None, None, (128, 64, 2, True, 20 * 2**20)),

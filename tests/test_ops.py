@@ -1,5 +1,7 @@
 """The torch ops: registration, fakes, compile, autograd; and the CPU tier of torch's own attention."""
 
+import dataclasses
+
 import checks
 import pytest
 import torch
@@ -108,6 +110,18 @@ def test_plan_names_its_tier_and_the_refusals():
     assert plan.tier == "reference"
     assert dict(plan.refusals)["sdpa"] == "torch's SDPA has not softcap"
     assert dispatch.plan(problem, hardware.by_name("A100")).tier == "portable"
+
+
+def test_hopper_runs_on_request():
+    problem = AttentionProblem(2, 1024, 1024, 4, 2, 128, 128, torch.bfloat16, softmax_scale=1.0)
+    h200 = hardware.by_name("H200")
+    for direction in ("forward", "backward"):
+        plan = dispatch.plan(problem, h200, direction)
+        assert plan.tier == "portable" and "FLASHTILE_TIER=hopper" in dict(plan.refusals)["hopper"]
+        assert dispatch.plan(problem, h200, direction, "hopper").tier == "hopper"
+    packed = dataclasses.replace(problem, total_q=2048, total_k=2048)
+    with pytest.raises(flashtile.UnsupportedError, match="hopper: "):
+        dispatch.plan(packed, h200, "backward", "hopper")
 
 
 def test_plan_is_made_once_for_equal_problems():

@@ -83,3 +83,16 @@ def visible(rows, cols, lengths, window):
     if window.right is not None:
         mask = mask & (cols <= rows + shift + window.right)
     return mask
+
+
+@triton.jit
+def visible_keys(rows, cols, lengths, window):
+    """Like `visible`, for rows past the length too, and with at most two comparisons an element."""
+    shift = lengths.seqlen_k - lengths.seqlen_q
+    if window.right is None:
+        mask = cols < lengths.seqlen_k
+    else:
+        mask = cols < tl.minimum(rows + (shift + window.right + 1), lengths.seqlen_k)
+    if window.left is not None:
+        mask = mask & (cols >= rows + (shift - window.left))
+    return mask

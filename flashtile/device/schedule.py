@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device.lengths import Lengths, load_lengths
+from flashtile.device.numerics import NEG_INF
+
 
 class Work(NamedTuple):
     tile: Any
@@ -24,3 +27,124 @@ def tile_of_program(num_tiles, num_heads, LAST_FIRST: tl.constexpr):
         tile = num_tiles - 1 - tile
     head = (program // num_tiles) % num_heads
     return Work(tile, head, program // (num_tiles * num_heads))
+
+
+class Order(NamedTuple):
+    """In which order a persistent kernel takes its tiles; `tile_of_unit` numbers them.
+
+    Heads (of all sequences, counted through) go in groups of heads_per_group, whose keys and values fit in L2 together, the
+    last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other.
+    """
+
+    num_tiles: Any
+    num_heads: Any
+    total_heads: Any
+    heads_per_group: Any
+    tail_heads: Any
+
+
+@triton.jit
+def tile_of_unit(unit, order, LAST_FIRST: tl.constexpr):
+    """The unit-th tile. With LAST_FIRST the longest tiles of a causal mask come first, so that programs end together."""
+    grouped_heads = order.total_heads - order.tail_heads
+    group = unit // (order.heads_per_group * order.num_tiles)
+    first_head = tl.minimum(group * order.heads_per_group, grouped_heads)
+    # Units of the tail come after those of all groups, whole or not
+    in_tail = unit >= grouped_heads * order.num_tiles
+    first_head = tl.where(in_tail, grouped_heads, first_head)
+    group_heads = tl.where(in_tail, order.tail_heads, tl.minimum(order.heads_per_group, grouped_heads - first_head))
+    within = unit - first_head * order.num_tiles
+    # Past the last unit there is no head: callers ask for it before they look
+    group_heads = tl.maximum(group_heads, 1)
+    tile = within // group_heads
+    if LAST_FIRST:
+        tile = order.num_tiles - 1 - tile
+    head = first_head + within % group_heads
+    return Work(tile, head % order.num_heads, head // order.num_heads)
+
+
+# Of a table of packed tiles: words before the first entry, whose first is the number of tiles of one head, and of an entry.
+ENTRY = tl.constexpr(8)
+
+
+@triton.jit
+def _clear_rest(out, lse, first_row, total_q, num_heads, dim, BLOCK: tl.constexpr):
+    """Rows of packed tensors behind the last sequence, as those of an empty one: the work of all programs but the first."""
+    program = tl.program_id(0) - 1
+    num_programs = tl.num_programs(0) - 1
+    row_elements = (num_heads * dim).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    for begin in range(first_row * row_elements + program * BLOCK, total_q * row_elements, num_programs * BLOCK):
+        tl.store(out + begin + index, tl.zeros((BLOCK,), out.dtype.element_ty), mask=begin + index < total_q * row_elements)
+    for head in range(program, num_heads, num_programs):
+        for row_begin in range(first_row, total_q, BLOCK):
+            rows = row_begin + index
+            tl.store(lse + head * total_q.to(tl.int64) + rows, tl.full((BLOCK,), NEG_INF, tl.float32), mask=rows < total_q)
+
+
+@triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads", "dim"])
+def plan_packed(table, packing, out, lse, batch, max_tiles, total_q, num_heads, dim, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+    """The first program writes the table for `packed_tile_of_unit`; others clear rows behind the last sequence.
+
+    table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence; the last words hold
+    the first tile of each sequence. out: (total_q, num_heads, dim). lse: (num_heads, total_q).
+    """
+    if tl.program_id(0) == 0:
+        _write_table(table, packing, batch, max_tiles, TILE_M, BLOCK)
+    else:
+        first_row = tl.load(packing.cu_seqlens_q + batch)
+        _clear_rest(out, lse, first_row, total_q, num_heads, dim, BLOCK)
+
+
+@triton.jit
+def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+    first_tile = table + ENTRY * (1 + max_tiles)
+    total = 0
+    for begin in range(0, batch, BLOCK):
+        sequence = begin + tl.arange(0, BLOCK)
+        lengths = load_lengths(packing, tl.minimum(sequence, batch - 1), 0, 0)
+        num_tiles = tl.where(sequence < batch, tl.cdiv(lengths.seqlen_q, TILE_M), 0)
+        tl.store(first_tile + sequence, total + tl.cumsum(num_tiles, 0) - num_tiles, mask=sequence < batch)
+        total += tl.sum(num_tiles, 0)
+    tl.store(table, total)
+    tl.debug_barrier()
+    for begin in range(0, total, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        # The last sequence that begins at or before the tile: of those that begin at one tile, all others are empty
+        low = tl.zeros((BLOCK,), tl.int32)
+        high = low + batch - 1
+        remaining = batch
+        while remaining > 1:
+            middle = (low + high + 1) // 2
+            right = tl.load(first_tile + middle) <= tile
+            low = tl.where(right, middle, low)
+            high = tl.where(right, high, middle - 1)
+            remaining = (remaining + 1) // 2
+        lengths = load_lengths(packing, low, 0, 0)
+        entry = table + ENTRY * (1 + tile)
+        inside = tile < total
+        tl.store(entry, low, mask=inside)
+        tl.store(entry + 1, tl.load(first_tile + low), mask=inside)
+        tl.store(entry + 2, tl.cdiv(lengths.seqlen_q, TILE_M), mask=inside)
+        tl.store(entry + 3, lengths.start_q.to(tl.int32), mask=inside)
+        tl.store(entry + 4, lengths.seqlen_q, mask=inside)
+        tl.store(entry + 5, lengths.start_k.to(tl.int32), mask=inside)
+        tl.store(entry + 6, lengths.seqlen_k, mask=inside)
+
+
+@triton.jit
+def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
+    """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
+
+    order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
+    heads that share keys.
+    """
+    entry = table + ENTRY * (1 + tl.minimum(unit // order.num_heads, tl.maximum(order.num_tiles - 1, 0)))
+    batch = tl.load(entry)
+    first_tile = tl.load(entry + 1)
+    num_tiles = tl.load(entry + 2)
+    lengths = Lengths(tl.load(entry + 3), tl.load(entry + 5), tl.load(entry + 4), tl.load(entry + 6))
+    heads = tl.maximum(order.heads_per_group // tl.maximum(lengths.seqlen_k, 1), 1) * order.tail_heads
+    inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
+    work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
+    return Work(work.tile, work.head, batch), lengths

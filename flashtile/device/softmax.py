@@ -38,6 +38,18 @@ def update(state, logits, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
+def begin(logits, scale_log2, MASKED: tl.constexpr):
+    """State and p of a row's first tile; as `update` of a state that has seen nothing."""
+    row_max = tl.max(logits, 1) * scale_log2
+    if MASKED:
+        reference = pivot(row_max)
+    else:
+        reference = row_max
+    p = tl.exp2(logits * scale_log2 - reference[:, None])
+    return OnlineSoftmax(row_max, tl.sum(p, 1)), p
+
+
+@triton.jit
 def absorb_sink(state, sink):
     """Add one logit (natural units) to the denominator of each row."""
     sink = sink * LOG2_E

@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import checks
 import pytest
@@ -14,7 +15,7 @@ from flashtile.problem import AttentionProblem
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-GPU_TIERS = ["portable"]
+GPU_TIERS = ["hopper", "portable"]
 # Random configurations against float64; FLASHTILE_TEST_CONFIGURATIONS=1000 for a long run
 NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
 # more than one, so that several processes can share them
@@ -27,10 +28,25 @@ def tier(request, monkeypatch):
     return request.param
 
 
+def refusal(tier, case, dtype):
+    """Why the tier does not take a case, or None."""
+    problem = case.problem(case.make(dtype, "cuda"))
+    module = dispatch.import_module(dispatch.TIERS[tier])
+    reasons = [module.refuses(problem, hardware.detect("cuda"), direction) for direction in module.DIRECTIONS]
+    return next(filter(None, reasons), None)
+
+
+def same(got, want, key, deterministic=False):
+    """Whether two runs gave the same bits. dq may be summed in another order each time, unless deterministic=True."""
+    got, want = got.nan_to_num(7.0), want.nan_to_num(7.0)
+    if key == "dq" and not deterministic:
+        return torch.allclose(got, want, rtol=2e-2, atol=1e-2 * want.abs().max().item())
+    return torch.equal(got, want)
+
+
 def skip_refused(tier, case, dtype):
     """Skip a case that the tier refuses, with its own sentence."""
-    problem = case.problem(case.make(dtype, "cuda"))
-    reason = dispatch.import_module(dispatch.TIERS[tier]).refuses(problem, hardware.detect("cuda"), "forward")
+    reason = refusal(tier, case, dtype)
     if reason:
         pytest.skip(reason)
 
@@ -78,13 +94,17 @@ def test_random_configurations(tier, chunk, poisoned):
     for seed in range(chunk, NUM_CONFIGURATIONS, NUM_CHUNKS):
         case = random_case(seed)
         dtype = DTYPES[seed % 2]
+        if refusal(tier, case, dtype):
+            continue
         checks.check_attention(case, dtype, "cuda", seed=seed)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both"])
-def test_bits_repeat(tier, name):
-    """100 runs, the same bits: a race would move them. Without atomics that holds with deterministic=False too."""
-    case = BY_NAME[name].scaled(4)
+def test_bits_repeat(tier, name, deterministic):
+    """100 runs, the same bits: a race would move them."""
+    case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)
+    skip_refused(tier, case, torch.bfloat16)
     operands = case.make(torch.bfloat16, "cuda")
     first = None
     for _ in range(100):
@@ -93,13 +113,14 @@ def test_bits_repeat(tier, name):
         if first is None:
             first = result
         for key, value in result.items():
-            assert torch.equal(value.nan_to_num(7.0), first[key].nan_to_num(7.0)), key
+            assert same(value, first[key], key, deterministic), key
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks_causal_gqa", "varlen_causal"])
 def test_cuda_graph(tier, name):
     """Forward and backward in a graph; a replay reads the inputs anew."""
     case = BY_NAME[name].scaled(3)
+    skip_refused(tier, case, torch.bfloat16)
     operands = case.make(torch.bfloat16, "cuda")
     eager = checks.run(lambda x: case.attend(x), operands, case)
     stream = torch.cuda.Stream()
@@ -124,10 +145,11 @@ def test_cuda_graph(tier, name):
     graph.replay()
     torch.cuda.synchronize()
     for got, key in zip((*results, *grads), ("out", "lse", "dq", "dk", "dv", "dsinks")):
-        assert torch.equal(got.nan_to_num(7.0), eager[key].nan_to_num(7.0)), key
+        assert same(got, eager[key], key), key
 
 
 def test_cuda_graph_draws_new_dropout(tier):
+    skip_refused(tier, BY_NAME["dropout_causal_gqa"], torch.bfloat16)
     q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     flashtile.attention(q, k, v, dropout_p=0.5)
     graph = torch.cuda.CUDAGraph()
@@ -173,12 +195,12 @@ def test_past_2_to_the_31_elements(tier, layout):
     out_one = flashtile.attention(*one, causal=True)
     grads_one = torch.autograd.grad(out_one, one, dout[-1:, :, -1:].contiguous())
     assert torch.equal(out[-1:, :, -1:], out_one)
-    for got, want in zip(grads, grads_one):
-        assert torch.equal(got[-1:, :, -1:], want)
+    for got, want, key in zip(grads, grads_one, ("dq", "dk", "dv")):
+        assert same(got[-1:, :, -1:], want, key)
 
 
 def test_extra_memory_is_linear(tier):
-    """Beside its results a forward makes lse, a backward delta (and a contiguous copy of nothing)."""
+    """Beside its results a forward makes lse; a backward delta, lse in another unit, and dq in fp32."""
     batch, seqlen, heads, dim = 1, 8192, 16, 128
     q, k, v = (
         torch.randn(batch, seqlen, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -194,7 +216,7 @@ def test_extra_memory_is_linear(tier):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, (q, k, v), dout)
-    assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + row_bytes + 4 * q.numel() + 4096
+    assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + 2 * row_bytes + 4 * q.numel() + 4096
 
 
 def test_problem_too_new_for_any_tier_names_all_refusals(monkeypatch):

@@ -1,0 +1,53 @@
+"""What differs between Triton 3.6, 3.7 and 3.8, in one place: Gluon's names for barriers, TMA copies and descriptors.
+
+Kernels take these names from here and nothing that is versioned from Triton itself.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+
+# 3.6 calls it thread_barrier
+partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# 3.8 has async_load and async_store, and keeps the old names for now
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+__all__ = [
+    "TensorDescriptor", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier", "partition_barrier", "rebased",
+    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip
+
+
+def rebased(descriptor, tensor):
+    """The descriptor of another tensor of the same shape and strides, without checking them again."""
+    copy = object.__new__(TensorDescriptor)
+    copy.__dict__.update(descriptor.__dict__)
+    copy.base = tensor
+    return copy
+
+
+def current_stream(device_index):
+    """Handle of torch's current stream, as Triton asks for it before each launch."""
+    return driver.active.get_current_stream(device_index)
+
+
+@_core.builtin
+def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+    """Add a tile in shared memory to global memory; counts as a store for `tma_store_wait`. The order of sums is not fixed.
+
+    3.6 and 3.7 have no wrapper for it (3.8: `tma.async_atomic_add`), but all three have the builder's call.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

@@ -1,0 +1,57 @@
+"""The Hopper tier: Gluon kernels for sm_90, forward and backward."""
+
+import torch
+
+from flashtile import tiles
+
+DIRECTIONS = ("forward", "backward")
+
+
+def refuses(problem, device, direction) -> str | None:
+    """Why this tier does not take a problem, or None."""
+    if device.sm != 90:
+        return f"needs sm_90 (H100, H200, H800), the device is {device.arch}"
+    if direction == "backward":
+        from flashtile.hopper import backward_config
+
+        return backward_config.refuses(problem, device)
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.varlen and (problem.seqlen_k == 0 or problem.total_k == 0):
+        return "takes no packed call without keys"
+    if problem.dropout_p > 0:
+        return "does not take dropout yet"
+    if problem.unaligned:
+        return "TMA needs strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def configs(problem, device, direction) -> dict:
+    if direction == "backward":
+        from flashtile.hopper import backward_config
+
+        return backward_config.configs(problem, device)
+    return {"forward": tiles.hopper_config(problem, device)}
+
+
+def run_forward(problem, configs, operands):
+    from flashtile.hopper import forward
+
+    return forward.launch(problem, configs["forward"], operands)
+
+
+def run_backward(problem, configs, operands, out, lse, dout, dlse):
+    from flashtile.hopper import backward
+
+    return backward.launch(problem, configs, operands, out, lse, dout, dlse)
+
+
+def compile_jobs(problem, configs, operands, direction) -> list:
+    """Functions that each compile one kernel, and run it once on memory of no meaning."""
+    from functools import partial
+
+    if direction != "forward":
+        return []
+    from flashtile.hopper import forward
+
+    return [partial(forward.launch, problem, configs["forward"], operands)]

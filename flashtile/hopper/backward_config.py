@@ -1,0 +1,65 @@
+"""Which backward the Hopper tier has for a problem: refusals and tiles, as data. Imports neither triton nor a GPU."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashtile.tiles import TileConfig, padded_dim
+
+# Scores start from -lse / scale (see backward.py): a scale near 0 would overflow there.
+SMALLEST_SCALE = 2.0**-40
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig(TileConfig):
+    """Tiles of the main kernel; num_stages is that of q.
+
+    by_rows: two partitions own 64 keys each and do every product but dq; else they own the same keys and a product each.
+    """
+
+    by_rows: bool = True
+    dout_stages: int = 2
+    dscores_stages: int = 2
+    # columns of one dq product, and fp32 buffers of tile_m by that many columns
+    dq_columns: int = 64
+    dq_stages: int = 2
+    # of a thread of the two computing partitions
+    registers: int = 208
+    # one to a multiprocessor
+    num_programs: int = 132
+
+
+# By the larger padded head dim. Chosen among, on an H200 at 4096 tokens without a mask, TFLOP/s of a sketch of this kernel (the
+# rows below: 557 to 628 at head dim 128, 502 at 64, 467 at 256):
+#   128: 2 stages of q 376; 1 buffer of dscores 506; 3 stages of dout 557; dq by the computing partitions 505, loads by dq's 519
+#   64: dq in halves 497; loads by dq's partition 490; 64 queries a tile 430
+#   256: 1 buffer of dq and 2 stages of dout 387; 2 buffers of p and dscores 392
+CONFIGS = {
+    64: BackwardConfig(128, 128, 16, 3, dq_stages=1, registers=192),
+    128: BackwardConfig(64, 128, 16, 3),
+    256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
+}
+
+
+def refuses(problem, device) -> str | None:
+    """Why there is no backward for a problem, or None."""
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"the backward takes float16 and bfloat16, not {problem.dtype}"
+    if problem.varlen:
+        return "the backward takes batched calls, not packed ones"
+    if problem.unaligned:
+        return "TMA needs strides of q, k and v that are multiples of 16 bytes"
+    for given, name in (
+        (problem.dropout_p > 0, "dropout"),
+        (problem.deterministic, "deterministic=True, since dq is summed in the order of arrival"),
+        (problem.batch * problem.num_heads * (problem.seqlen_q + 127) >= 2**31, "2**31 rows and more, which TMA can't count"),
+        (abs(problem.softmax_scale) < SMALLEST_SCALE, "a softmax scale of nearly 0"),
+    ):
+        if given:
+            return f"the backward does not take {name}"
+    return None
+
+
+def configs(problem, device) -> dict:
+    config = CONFIGS[max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2))]
+    return {"backward": replace(config, num_programs=device.num_sms)}

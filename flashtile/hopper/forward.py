@@ -1,0 +1,683 @@
+"""The Hopper forward kernel: persistent, warp-specialised, TMA and asynchronous wgmma, in Gluon.
+
+    partition        warps   does
+    _load (default)  4       takes tiles from a counter, tells them to the others, starts every TMA load
+    _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
+
+A tile is 64 queries a consumer, of one head. K and V are one unbroken stream of steps over all tiles of a program (K of step
+i+1 is loaded before V of step i, also from one tile to the next); a step is a key tile, and goes to all consumers:
+
+    scores(i) = q kᵀ(i)  |  acc += p(i-1) v(i-1)      both in flight together
+    p(i), row_max, row_sum = online softmax(scores(i)) under the second product
+
+Key tiles go from the last to the first, so that the one that a causal mask cuts is the first of a consumer, outside the loop.
+At the end of a tile a consumer starts the first scores of its next tile with its last product, does that first softmax, and
+only then writes out. Steps that only other consumers need are handed back unused. Consumers take turns in issuing products,
+so that the softmax of one runs under the products of another.
+
+Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program that is free first (an atomic counter in global
+memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
+its tiles, which a small kernel writes before (`schedule.plan_packed`).
+
+Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
+and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+
+What limits it: head dim 128 and 256, long: the power limit (1.5 to 1.6 GHz); head dim 64: exponentials take as long as
+products; short and causal: about 3 us a tile outside of its products.
+
+Tried on an H200, bf16, 16k tokens, TFLOP/s:
+- the counter asked with a scalar atomic at the last step, each consumer computing its tile from the number (instead of a tensor
+  atomic that nothing waits for, and a tile that the producer computes): causal 512 keys, head dim 64 / 128 / 256: 184 / 272 /
+  327 instead of 212 / 309 / 338.
+- that number asked, and its tile computed, two steps before the end instead of one: no change.
+- l2_bytes of 4, 20, 40, 80 MiB, causal 512 keys, head dim 128: 291, 314, 306, 281; from 1024 keys on within 3%, 80 slower.
+- head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096.
+- without turns, 512 keys: equal.
+- (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim), 512 keys: equal.
+
+Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile.device import masks, schedule, scores, softmax
+from flashtile.device.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.device.lengths import Lengths
+from flashtile.device.numerics import NEG_INF
+from flashtile.device.schedule import Order
+from flashtile.hopper.arguments import (
+    Relaunch,
+    aligned,
+    allocate_forward,
+    forward_arguments,
+    plan_packed_arguments,
+    relaunch_key,
+)
+
+# Query rows of a consumer: what one wgmma of 4 warps holds.
+ROWS = gl.constexpr(64)
+TILE_SLOTS = gl.constexpr(2)
+# Rows of a packed tensor as its TMA descriptor sees it; arguments.PACKED_ROWS.
+PACKED_ROWS = gl.constexpr(2**30)
+# batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
+TILE_WORDS = gl.constexpr(8)
+
+
+class Ring(NamedTuple):
+    """Shared memory, in slots, and its barriers: x_ready when slot x is filled, x_free when it may be filled again."""
+
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    # one a consumer; q_smem where that has to serve
+    out_smem: Any
+    tile_smem: Any
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    tile_ready: Any
+    tile_free: Any
+    turn: Any
+
+
+class Part(NamedTuple):
+    """What a consumer, or all together, do of one tile: query rows from row_begin on, key tiles [begin, end)."""
+
+    batch: Any
+    head: Any
+    row_begin: Any
+    begin: Any
+    end: Any
+    # without hidden keys or keys past the end: [full_begin, full_end)
+    full_begin: Any
+    full_end: Any
+
+
+@gluon.jit
+def _slot(step, NUM_SLOTS: gl.constexpr):
+    """(slot, phase of its ready barrier) of a step."""
+    return step % NUM_SLOTS, (step // NUM_SLOTS) & 1
+
+
+@gluon.jit
+def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """The part of all consumers together, and the lengths of its sequence.
+
+    At least one key tile, so that empty rows need no path of their own; an end of 0 says that there is no such tile.
+    """
+    LAST_FIRST: gl.constexpr = window.right is not None
+    if table is None:
+        exists = unit < order.total_heads * order.num_tiles
+        work = schedule.tile_of_unit(unit, order, LAST_FIRST)
+    else:
+        exists = unit < order.num_tiles * order.num_heads
+        work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
+    row_begin = work.tile * TILE_M
+    tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
+    end = gl.maximum(tiles.end, 1)
+    begin = gl.minimum(tiles.begin, end - 1)
+    end = gl.where(exists, end, 0)
+    return Part(work.batch, work.head, row_begin, begin, end, 0, 0), lengths
+
+
+@gluon.jit
+def _consumer_part(part, lengths, window, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
+    """The part of one consumer. Rows past the length do what the last row does."""
+    row_begin = part.row_begin + CONSUMER * ROWS
+    tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, ROWS, TILE_N)
+    end = gl.minimum(gl.maximum(tiles.end, part.begin + 1), part.end)
+    begin = gl.minimum(gl.maximum(tiles.begin, part.begin), end - 1)
+    # Key tile end - 1 comes first, and is masked whatever it holds.
+    full_end = gl.minimum(gl.maximum(tiles.full_end, begin), end - 1)
+    full_begin = gl.minimum(gl.maximum(tiles.full_begin, begin), full_end)
+    return Part(part.batch, part.head, row_begin, begin, end, full_begin, full_end)
+
+
+@gluon.jit
+def _publish(ring, part, lengths, index, PACKED: gl.constexpr):
+    """Tell the consumers the program's index-th tile; an end of 0 says that there is none."""
+    slot, phase = _slot(index, TILE_SLOTS)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    zero = gl.full([1], 0, gl.int32, layout)
+    mbarrier.wait(ring.tile_free.index(slot), phase ^ 1)
+    ring.tile_smem.index(slot * TILE_WORDS).store(zero + part.batch)
+    ring.tile_smem.index(slot * TILE_WORDS + 1).store(zero + part.head)
+    ring.tile_smem.index(slot * TILE_WORDS + 2).store(zero + part.row_begin)
+    ring.tile_smem.index(slot * TILE_WORDS + 3).store(zero + part.begin)
+    ring.tile_smem.index(slot * TILE_WORDS + 4).store(zero + part.end)
+    if PACKED:
+        ring.tile_smem.index(slot * TILE_WORDS + 5).store(zero + lengths.start_q)
+        ring.tile_smem.index(slot * TILE_WORDS + 6).store(zero + lengths.seqlen_q)
+        ring.tile_smem.index(slot * TILE_WORDS + 7).store(zero + lengths.seqlen_k)
+    mbarrier.arrive(ring.tile_ready.index(slot), count=1)
+
+
+@gluon.jit
+def _word(ring, number):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(ring.tile_smem.index(number).load(layout), 0)
+
+
+@gluon.jit
+def _receive(ring, lengths, index, PACKED: gl.constexpr):
+    """The program's index-th tile, and the lengths of its sequence."""
+    slot, phase = _slot(index, TILE_SLOTS)
+    mbarrier.wait(ring.tile_ready.index(slot), phase)
+    first = slot * TILE_WORDS
+    part = Part(_word(ring, first), _word(ring, first + 1), _word(ring, first + 2), _word(ring, first + 3),
+                _word(ring, first + 4), 0, 0)  # fmt: skip
+    if PACKED:
+        lengths = Lengths(_word(ring, first + 5), lengths.start_k, _word(ring, first + 6), _word(ring, first + 7))
+    mbarrier.arrive(ring.tile_free.index(slot), count=1)
+    return part, lengths
+
+
+@gluon.jit
+def _place(batch, start, length, row, PACKED: gl.constexpr):
+    """Where TMA finds a row of a sequence: two coordinates around that of the head. See `arguments.packed_descriptor`."""
+    if PACKED:
+        return start + length, PACKED_ROWS - length + row
+    else:
+        return batch, row
+
+
+@gluon.jit
+def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr):
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    if PACKED:
+        tma_load(desc, [PACKED_ROWS, place, head, row, 0], ready, slot_smem)
+    else:
+        tma_load(desc, [place, head, row, 0], ready, slot_smem)
+
+
+@gluon.jit
+def _load_q(q_desc, ring, index, part, lengths, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+            PACKED: gl.constexpr):  # fmt: skip
+    slot, phase = _slot(index * NUM_CONSUMERS + CONSUMER, Q_SLOTS)
+    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * ROWS, PACKED)
+    mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
+    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, part.head, row, PACKED)
+
+
+@gluon.jit
+def _load_keys(desc, smem, ready, free, step, place, head, row, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):
+    slot, phase = _slot(step, NUM_STAGES)
+    mbarrier.wait(free.index(slot), phase ^ 1)
+    _load_rows(desc, smem.index(slot), ready.index(slot), place, head, row, PACKED)
+
+
+@gluon.jit
+def _ask_next(counter):
+    """Ask the counter for the number of the next tile. The answer takes a microsecond: `_answer` waits for it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lanes = gl.arange(0, 128, layout)
+    # As a tensor: a scalar atomic is waited for at once. Relaxed: nothing but the number itself is exchanged.
+    one = gl.full([128], 1, gl.int32, layout)
+    return gl.atomic_add(counter + lanes * 0, one, mask=lanes == 0, sem="relaxed")
+
+
+@gluon.jit
+def _answer(numbers):
+    layout: gl.constexpr = numbers.type.layout
+    return gl.num_programs(0) + gl.max(gl.where(gl.arange(0, 128, layout) == 0, numbers, 0), 0)
+
+
+@gluon.jit
+def _load_step(
+    q_desc, k_desc, v_desc, ring, step, i, late, index, part, lengths, kv_head, k_place, first_row, v_place, v_head, v_row,
+    TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr, EARLY: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """Keys of the i-th step of a tile, and the values of the step before: v_place, v_head, v_row before the first."""
+    k_row = first_row - i * TILE_N
+    _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, NUM_STAGES, PACKED)
+    # A late slot is free when consumer 0 has had its first keys of this tile, and the values before them. The values of this
+    # tile may need, in turn, that the queries are there.
+    if EARLY < NUM_CONSUMERS:
+        if (i == late) & (i > 0):
+            for consumer in gl.static_range(EARLY, NUM_CONSUMERS):
+                _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
+    if step + i > 0:
+        place = gl.where(i > 0, k_place, v_place)
+        head = gl.where(i > 0, kv_head, v_head)
+        row = gl.where(i > 0, k_row + TILE_N, v_row)
+        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step + i - 1, place, head, row, NUM_STAGES, PACKED)
+    if EARLY < NUM_CONSUMERS:
+        if (i == late) & (i == 0):
+            for consumer in gl.static_range(EARLY, NUM_CONSUMERS):
+                _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The producer: all tiles of this program, and all loads."""
+    TILE_M: gl.constexpr = ROWS * NUM_CONSUMERS
+    PACKED: gl.constexpr = table is not None
+    # With too few slots for two tiles, the last queries wait for a slot of the tile before.
+    EARLY: gl.constexpr = NUM_CONSUMERS if Q_SLOTS >= 2 * NUM_CONSUMERS else Q_SLOTS - NUM_CONSUMERS
+    index = 0
+    step = 0
+    v_place = 0
+    v_head = 0
+    v_row = 0
+    part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
+    _publish(ring, part, lengths, index, PACKED)
+    while part.end > 0:
+        kv_head = part.head // GROUP_SIZE
+        late = part.end - _consumer_part(part, lengths, window, TILE_N, 0).end
+        for consumer in gl.static_range(EARLY):
+            _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
+        k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
+        steps = part.end - part.begin
+        for i in range(steps - 2):
+            _load_step(q_desc, k_desc, v_desc, ring, step, i, late, index, part, lengths, kv_head, k_place, first_row, v_place,
+                       v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+        # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
+        numbers = _ask_next(counter)
+        if steps > 1:
+            _load_step(q_desc, k_desc, v_desc, ring, step, steps - 2, late, index, part, lengths, kv_head, k_place, first_row,
+                       v_place, v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+        next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
+        _load_step(q_desc, k_desc, v_desc, ring, step, steps - 1, late, index, part, lengths, kv_head, k_place, first_row,
+                   v_place, v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+        v_place = k_place
+        v_head = kv_head
+        v_row = first_row - (steps - 1) * TILE_N
+        step += steps
+        index += 1
+        part = next_part
+        lengths = next_lengths
+        _publish(ring, part, lengths, index, PACKED)
+    # A packed call may have fewer tiles than programs.
+    if step > 0:
+        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step - 1, v_place, v_head, v_row, NUM_STAGES, PACKED)
+    # The last program to come here leaves the counter as it was found.
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def _wait_turn(ring, step, CONSUMER: gl.constexpr, TAKE_TURNS: gl.constexpr, pred=True):
+    if TAKE_TURNS:
+        mbarrier.wait(ring.turn.index(CONSUMER), step & 1, pred=pred)
+
+
+@gluon.jit
+def _pass_turn(ring, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, TAKE_TURNS: gl.constexpr, pred=True):
+    if TAKE_TURNS:
+        mbarrier.arrive(ring.turn.index((CONSUMER + 1) % NUM_CONSUMERS), count=1, pred=pred)
+
+
+@gluon.jit
+def _start_scores(ring, q, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Start q kᵀ of a step; its keys must be there."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    BLOCK_D: gl.constexpr = q.shape[1]
+    k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
+    nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
+    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Wait for the values of a step, and start acc + p v."""
+    slot, phase = _slot(step, NUM_STAGES)
+    mbarrier.wait(ring.v_ready.index(slot), phase)
+    v = ring.v_smem.index(slot).reshape([TILE_N, acc.shape[1]])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.constexpr, MASKED: gl.constexpr):
+    """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
+    layout: gl.constexpr = raw.type.layout
+    rows = (part.row_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+    cols = (n_tile * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
+    logits = scores.logits(raw, rows, cols, lengths, slope, score_params)
+    if MASKED:
+        logits = gl.where(masks.visible_keys(rows, cols, lengths, window), logits, NEG_INF)
+    return logits
+
+
+@gluon.jit
+def _as_operand(p, ring, acc_layout: gl.constexpr):
+    """p as the left operand of p v, in the dtype of v."""
+    return gl.convert_layout(p.to(ring.v_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+
+
+@gluon.jit
+def _per_row(x, acc_layout: gl.constexpr):
+    return gl.convert_layout(x, gl.SliceLayout(1, acc_layout))[:, None]
+
+
+@gluon.jit
+def _absorb_tile(
+    ring, q, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
+    TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    TAKE_TURNS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of one step, and the product of the step before."""
+    acc_layout: gl.constexpr = acc.type.layout
+    slot, phase = _slot(step, NUM_STAGES)
+    mbarrier.wait(ring.k_ready.index(slot), phase)
+    _wait_turn(ring, step, CONSUMER, TAKE_TURNS)
+    raw = _start_scores(ring, q, step, TILE_N, NUM_STAGES)
+    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES)
+    _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+    raw = warpgroup_mma_wait(1, deps=[raw])
+    mbarrier.arrive(ring.k_free.index(slot), count=1)
+    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
+    state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
+    acc = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+    return state, acc * _per_row(correction, acc_layout), _as_operand(p, ring, acc_layout)
+
+
+@gluon.jit
+def _skip_keys(ring, step, count, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+               TAKE_TURNS: gl.constexpr):  # fmt: skip
+    """Hand the keys of `count` steps back. Each must have come, or the arrival would count for the fill before."""
+    for i in range(step, step + count):
+        slot, phase = _slot(i, NUM_STAGES)
+        mbarrier.wait(ring.k_ready.index(slot), phase)
+        _wait_turn(ring, i, CONSUMER, TAKE_TURNS)
+        _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+        mbarrier.arrive(ring.k_free.index(slot), count=1)
+
+
+@gluon.jit
+def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
+    for i in range(step, step + count):
+        slot, phase = _slot(i, NUM_STAGES)
+        mbarrier.wait(ring.v_ready.index(slot), phase)
+        mbarrier.arrive(ring.v_free.index(slot), count=1)
+
+
+@gluon.jit
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, PACKED: gl.constexpr):
+    """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end."""
+    buffer = ring.out_smem.index(slot)
+    buffer.reshape([ROWS, acc.shape[1]]).store(acc.to(ring.v_smem.dtype))
+    rows = part.row_begin + gl.arange(0, ROWS, row_lse.type.layout)
+    if PACKED:
+        head_lse = lse + part.head.to(gl.int64) * lse_stride + lengths.start_q
+    else:
+        head_lse = lse + (part.batch * num_heads + part.head).to(gl.int64) * lse_stride
+    gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
+    fence_async_shared()
+    partition_barrier()
+    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
+    if PACKED:
+        tma_store(out_desc, [PACKED_ROWS, place, part.head, row, 0], buffer)
+    else:
+        tma_store(out_desc, [place, part.head, row, 0], buffer)
+
+
+@gluon.jit
+def _compute(
+    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks,
+    TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    NUM_STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of each tile of this program."""
+    BLOCK_D: gl.constexpr = ring.q_smem.shape[-1]
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    # Without room for the queries of two tiles, the next queries come late, and the turn must not wait for them.
+    LATE_Q: gl.constexpr = Q_SLOTS < 2 * NUM_CONSUMERS
+    scale_log2 = scores.scale_log2(score_params)
+
+    whole, lengths = _receive(ring, lengths, 0, PACKED)
+    # A packed call may have fewer tiles than programs: then nothing comes.
+    some = whole.end > 0
+    part = _consumer_part(whole, lengths, window, TILE_N, CONSUMER)
+    slope = scores.load_slope(score_params, part.batch, part.head)
+    # Steps before the first of this tile whose values are still to be handed back
+    skipped = whole.end - part.end
+    _skip_keys(ring, 0, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+    step = skipped
+    slot, phase = _slot(step, NUM_STAGES)
+    mbarrier.wait(ring.q_ready.index(CONSUMER), 0, pred=some)
+    mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
+    _wait_turn(ring, step, CONSUMER, TAKE_TURNS, some)
+    raw = _start_scores(ring, ring.q_smem.index(CONSUMER).reshape([ROWS, BLOCK_D]), step, TILE_N, NUM_STAGES)
+    _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, some)
+    raw = warpgroup_mma_wait(0, deps=[raw])
+    mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
+    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
+    state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
+    p = _as_operand(p, ring, acc_layout)
+    index = 0
+    while whole.end > 0:
+        q_slot = (index * NUM_CONSUMERS + CONSUMER) % Q_SLOTS
+        q = ring.q_smem.index(q_slot).reshape([ROWS, BLOCK_D])
+        _skip_values(ring, step - skipped, skipped, NUM_STAGES)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
+        # step of key tile n is last_step - n
+        last_step = step + part.end - 1
+        unmasked_end = part.end - 1
+        if MASK_SECOND:
+            unmasked_end = part.full_end
+            for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
+                state, acc, p = _absorb_tile(
+                    ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
+                    NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, True,
+                )  # fmt: skip
+        unmasked_begin = part.begin
+        if window.left is not None:
+            unmasked_begin = gl.minimum(part.full_begin, unmasked_end)
+        for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
+            state, acc, p = _absorb_tile(
+                ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
+                NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, False,
+            )  # fmt: skip
+        if window.left is not None:
+            for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
+                state, acc, p = _absorb_tile(
+                    ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
+                    NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, True,
+                )  # fmt: skip
+        last_step = last_step - part.begin
+
+        # The border: the first scores of the next tile with the last product of this one
+        index += 1
+        next_whole, next_lengths = _receive(ring, lengths, index, PACKED)
+        more = next_whole.end > 0
+        next_part = _consumer_part(next_whole, next_lengths, window, TILE_N, CONSUMER)
+        next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
+        skipped = part.begin - whole.begin
+        if more:
+            skipped += next_whole.end - next_part.end
+        _skip_keys(ring, last_step + 1, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+        step = last_step + 1 + skipped
+        slot, phase = _slot(step, NUM_STAGES)
+        next_q_slot, q_phase = _slot(index * NUM_CONSUMERS + CONSUMER, Q_SLOTS)
+        _wait_turn(ring, step, CONSUMER, TAKE_TURNS, more)
+        if LATE_Q:
+            _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, more)
+        mbarrier.wait(ring.q_ready.index(next_q_slot), q_phase, pred=more)
+        mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
+        # After the last tile these products are of whatever the slots hold, and nothing reads them.
+        raw = _start_scores(ring, ring.q_smem.index(next_q_slot).reshape([ROWS, BLOCK_D]), step, TILE_N, NUM_STAGES)
+        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES)
+        if not LATE_Q:
+            _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, more)
+        raw = warpgroup_mma_wait(1, deps=[raw])
+        mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
+        if OWN_OUT:
+            mbarrier.arrive(ring.q_free.index(q_slot), count=1)
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
+        next_state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
+        p = _as_operand(p, ring, acc_layout)
+        if OWN_OUT:
+            tma_store_wait(0)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
+        if sinks is not None:
+            state, correction = softmax.absorb_sink(state, gl.load(sinks + part.head).to(gl.float32))
+            acc = acc * _per_row(correction, acc_layout)
+        inverse, row_lse = softmax.finish(state)
+        _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
+               CONSUMER if OWN_OUT else q_slot, PACKED)  # fmt: skip
+        if not OWN_OUT:
+            tma_store_wait(0)
+            mbarrier.arrive(ring.q_free.index(q_slot), count=1)
+        state = next_state
+        slope = next_slope
+        whole = next_whole
+        part = next_part
+        lengths = next_lengths
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _allocate_barriers(count: gl.constexpr, NUM_SLOTS: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(NUM_SLOTS):
+        mbarrier.init(barriers.index(slot), count=count)
+    return barriers
+
+
+@gluon.jit
+def _allocate_slots(desc, NUM_SLOTS: gl.constexpr):
+    return gl.allocate_shared_memory(desc.dtype, [NUM_SLOTS] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr,
+              TAKE_TURNS: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+    q_smem = _allocate_slots(q_desc, Q_SLOTS)
+    if OWN_OUT:
+        out_smem = _allocate_slots(out_desc, NUM_CONSUMERS)
+    else:
+        out_smem = q_smem
+    tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ring = Ring(
+        q_smem, _allocate_slots(k_desc, NUM_STAGES), _allocate_slots(v_desc, NUM_STAGES), out_smem, tile_smem,
+        _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
+        _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
+        _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
+        _allocate_barriers(1, TILE_SLOTS), _allocate_barriers(NUM_CONSUMERS, TILE_SLOTS),
+        _allocate_barriers(1, NUM_CONSUMERS),
+    )  # fmt: skip
+    if TAKE_TURNS:
+        mbarrier.arrive(ring.turn.index(0), count=1)
+    return ring
+
+
+@gluon.jit(do_not_specialize=[
+    "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
+])  # fmt: skip
+def attention_forward(
+    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, lse_stride, seqlen_q, seqlen_k,
+    num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
+    GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, TAKE_TURNS: gl.constexpr, MASK_FIRST: gl.constexpr,
+    MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+):  # fmt: skip
+    """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
+
+    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
+    """
+    PACKED: gl.constexpr = table is not None
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
+    if PACKED:
+        num_tiles = gl.load(table)
+    order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
+    nothing = seqlen_q * 0
+    lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
+    ring = _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, OWN_OUT)
+    # The lists are written out: a tuple bound to a name loses what is constexpr in it.
+    if NUM_CONSUMERS == 2:
+        gl.warp_specialize([
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
+                     Q_SLOTS, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    elif NUM_CONSUMERS == 3:
+        gl.warp_specialize([
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
+                     Q_SLOTS, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
+                     Q_SLOTS, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
+                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+        ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+
+
+def launch(problem, config, operands):
+    """Run the kernel. config: HopperConfig. Returns out and lse as `flashtile.attention` describes them."""
+    out, lse = allocate_forward(problem, operands)
+    if problem.seqlen_k == 0 or lse.numel() == 0:
+        return _without_keys(out, lse, operands.sinks)
+    operands = operands._replace(q=aligned(operands.q), k=aligned(operands.k), v=aligned(operands.v))
+    key = relaunch_key(problem, config, operands)
+    prepared = _prepared.get(key)
+    if prepared is not None:
+        prepared.launch(problem, config, operands, out, lse)
+        return out, lse
+    plan, table = (), None
+    if problem.varlen:
+        arguments, constexprs, grid = plan_packed_arguments(problem, config, operands, out, lse)
+        table = arguments[0]
+        plan = schedule.plan_packed[grid](*arguments, **constexprs, num_warps=8), grid
+    arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table)
+    compiled = attention_forward[grid](*arguments, **constexprs, num_warps=4)
+    if out.is_cuda:
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        _prepared[key] = Relaunch(compiled, grid, arguments, constexprs, *plan)
+    return out, lse
+
+
+# By relaunch_key: kernels that have run, with the arguments that stay the same.
+_prepared = {}
+MAX_PREPARED = 4096
+
+
+def _without_keys(out, lse, sinks):
+    """What rows have that see nothing: TMA takes no empty tensor."""
+    out.zero_()
+    if sinks is None:
+        lse.fill_(float("-inf"))
+    else:
+        lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
+    return out, lse

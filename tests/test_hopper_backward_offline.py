@@ -1,0 +1,105 @@
+"""Every configuration of the Hopper backward compiles for sm_90 without a GPU: wgmma, few spills, nothing serialised.
+
+As a script (`python tests/test_hopper_backward_offline.py`) it compiles, and prints a JSON line for each call; the test runs it
+in a process of its own, since Triton's interpreter, which other tests use, excludes the compiler.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
+# causal ones at most one word inside of it; a softcap needs a second copy of p.
+SPILLS = {"plain": 80, "causal": 144, "features": 480}
+CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
+         (192, 128, "causal"), (128, 128, "features"), (256, 256, "features")]  # fmt: skip
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(600),
+    pytest.mark.slow,
+]
+
+
+def _compile(call):
+    """Reports of the kernels of one call, as dicts."""
+    from flashtile import hardware
+    from flashtile.bench import offline
+    from flashtile.hopper import backward, backward_config
+    from flashtile.problem import AttentionProblem, Operands
+
+    dim, dim_v, name = call
+    features = name == "features"
+    heads_kv = 2 if features else 4
+    # 1000 keys: the last tile is not whole
+    q, k, v, out = (torch.empty(1, 1000, heads, d, dtype=torch.bfloat16, device="meta")
+                    for heads, d in ((4, dim), (heads_kv, dim), (heads_kv, dim_v), (4, dim_v)))  # fmt: skip
+    problem = AttentionProblem(
+        batch=1, seqlen_q=1000, seqlen_k=1000, num_heads=4, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
+        dtype=torch.bfloat16, window=(200, 100) if features else (None, 0 if name == "causal" else None), softmax_scale=0.1,
+        softcap=20.0 if features else 0.0, has_alibi=features,
+    )  # fmt: skip
+    slopes = torch.empty(4, device="meta") if features else None
+    lse = torch.empty(1, 4, 1000, device="meta")
+    device = hardware.by_name("H200")
+    assert backward_config.refuses(problem, device) is None
+    with offline.launches(90, sass=True, ptxas=True) as reports:
+        operands = Operands(q, k, v, alibi_slopes=slopes)
+        backward.launch(problem, backward_config.configs(problem, device), operands, out, lse, out, lse)
+    return [{"call": f"{r.kernel} d{dim} dv{dim_v} {name}", "options": name, **asdict(r)} for r in reports]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
+    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def main_kernels(reports):
+    found = [report for report in reports if report["kernel"] == "attention_backward"]
+    assert len(found) == len(CALLS)
+    return found
+
+
+def test_products_run_on_wgmma(reports):
+    for report in main_kernels(reports):
+        assert set(report["tensor_core"]) == {"HGMMA"}, report["call"]
+
+
+def test_spills_stay_in_budget(reports):
+    budget = {"attention_backward": SPILLS}
+    over = [(r["call"], r["spill_bytes"]) for r in reports
+            if r["spill_bytes"] > budget.get(r["kernel"], {}).get(r["options"], 0)]  # fmt: skip
+    assert not over
+
+
+def test_no_product_waits_for_another(reports):
+    """ptxas warns with C75xx where it serialises wgmma, or ignores the registers that a partition asked for."""
+    assert not [(r["call"], r["ptxas_warnings"]) for r in reports if r["ptxas_warnings"]]
+
+
+def test_shared_memory_fits(reports):
+    from flashtile import hardware
+
+    limit = hardware.by_name("H200").smem_bytes
+    assert not [(r["call"], r["shared_bytes"]) for r in reports if r["shared_bytes"] > limit]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for lines in pool.map(_compile, CALLS):
+            for line in lines:
+                print(json.dumps(line), flush=True)

@@ -1,0 +1,110 @@
+"""Every configuration of the Hopper forward compiles for sm_90 without a GPU: wgmma, few spills, nothing serialised.
+
+As a script (`python tests/test_hopper_offline.py`) it compiles, and prints a JSON line for each call; the test runs it in a
+process of its own, since Triton's interpreter, which other tests use, excludes the compiler.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# Bytes of a thread's local memory, with every version of Triton. 3.6 spills 8 (head dim 64, causal, 3 consumers), 3.7 the
+# same; 3.8 up to 32 at head dim 256.
+SPILLS = {"plain": 16, "causal": 32, "features": 64}
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "features": {"window": (200, 100), "softcap": 20.0},
+}
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(600),
+    pytest.mark.slow,
+]
+
+
+def _calls():
+    """(number of the row, name of the options) of each compiled call."""
+    from flashtile import tiles
+
+    seen = set()
+    for number, row in enumerate(tiles.HOPPER):
+        for name in ("plain", "causal"):
+            if row.causal in (None, name == "causal") and (row.block_dim, row.config, name) not in seen:
+                seen.add((row.block_dim, row.config, name))
+                yield number, name
+    yield len(tiles.HOPPER) - 1, "features"
+
+
+def _compile(call):
+    """Report of one call, as a dict."""
+    from flashtile import tiles
+    from flashtile.bench import offline
+    from flashtile.hopper import forward
+    from flashtile.problem import AttentionProblem, Operands
+
+    number, name = call
+    row = tiles.HOPPER[number]
+    features = name == "features"
+    q, k, v = (torch.empty(1, 4096, 4, row.block_dim, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    problem = AttentionProblem(
+        batch=1, seqlen_q=4096, seqlen_k=4096, num_heads=4, num_heads_kv=4, head_dim=row.block_dim, head_dim_v=row.block_dim,
+        dtype=torch.bfloat16, window=OPTIONS[name].get("window", (None, 0 if name == "causal" else None)), softmax_scale=0.1,
+        softcap=OPTIONS[name].get("softcap", 0.0), has_alibi=features, has_sinks=features,
+    )  # fmt: skip
+    vector = torch.empty(4, device="meta") if features else None
+    with offline.launches(90, sass=True, ptxas=True) as reports:
+        forward.launch(problem, row.config, Operands(q, k, v, alibi_slopes=vector, sinks=vector))
+    return {"call": f"row {number} d{row.block_dim} {name}", "options": name, **asdict(reports[-1])}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
+    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def test_every_configuration_compiles(reports):
+    assert len(reports) == len(list(_calls()))
+
+
+def test_products_run_on_wgmma(reports):
+    for report in reports:
+        assert report["tensor_core"].get("HGMMA", 0) > 0, report["call"]
+        assert set(report["tensor_core"]) == {"HGMMA"}, report["call"]
+
+
+def test_spills_stay_in_budget(reports):
+    over = [(r["call"], r["spill_bytes"]) for r in reports if r["spill_bytes"] > SPILLS.get(r["options"], 0)]
+    assert not over
+
+
+def test_no_product_waits_for_another(reports):
+    """ptxas warns with C75xx where it serialises wgmma, or ignores the registers that a partition asked for."""
+    assert not [(r["call"], r["ptxas_warnings"]) for r in reports if r["ptxas_warnings"]]
+
+
+def test_shared_memory_fits(reports):
+    from flashtile import hardware
+
+    limit = hardware.by_name("H200").smem_bytes
+    assert not [(r["call"], r["shared_bytes"]) for r in reports if r["shared_bytes"] > limit]
+
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for report in pool.map(_compile, _calls()):
+            print(json.dumps(report), flush=True)

@@ -1,0 +1,93 @@
+"""The order in which persistent kernels take their tiles, in Triton's interpreter: every tile once, the longest first."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from flashtile import settings
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(not settings.triton_interprets(), reason="needs TRITON_INTERPRET=1"),
+]
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    from flashtile.device import schedule
+    from flashtile.device.lengths import Packing
+
+    @triton.jit
+    def _list_tiles(out, num_units, num_tiles, num_heads, total_heads, heads_per_group, tail_heads, LAST_FIRST: tl.constexpr):
+        order = schedule.Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
+        for unit in range(num_units):
+            work = schedule.tile_of_unit(unit, order, LAST_FIRST)
+            tl.store(out + 3 * unit, work.tile)
+            tl.store(out + 3 * unit + 1, work.head)
+            tl.store(out + 3 * unit + 2, work.batch)
+
+    @triton.jit
+    def _list_packed_tiles(out, num_units, table, num_heads, rows_in_l2, group_size, LAST_FIRST: tl.constexpr):
+        order = schedule.Order(tl.load(table), num_heads, 0, rows_in_l2, group_size)
+        for unit in range(num_units):
+            work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
+            tl.store(out + 7 * unit, work.tile)
+            tl.store(out + 7 * unit + 1, work.head)
+            tl.store(out + 7 * unit + 2, work.batch)
+            tl.store(out + 7 * unit + 3, lengths.start_q)
+            tl.store(out + 7 * unit + 4, lengths.seqlen_q)
+            tl.store(out + 7 * unit + 5, lengths.start_k)
+            tl.store(out + 7 * unit + 6, lengths.seqlen_k)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize(("heads_per_group", "tail_heads"), [(1, 0), (4, 0), (2, 3), (3, 12), (5, 2)])
+def test_every_tile_comes_once(heads_per_group, tail_heads, last_first):
+    batch, num_heads, num_tiles = 2, 6, 5
+    units = batch * num_heads * num_tiles
+    tail_heads = min(tail_heads, batch * num_heads)
+    out = torch.full((units, 3), -1, dtype=torch.int32)
+    _list_tiles[(1,)](out, units, num_tiles, num_heads, batch * num_heads, heads_per_group, tail_heads, last_first)
+    listed = [tuple(row) for row in out.tolist()]
+    assert sorted(listed) == [(t, h, b) for t in range(num_tiles) for h in range(num_heads) for b in range(batch)]
+    # The first group: its longest tiles of all heads, then the next ones
+    size = min(heads_per_group, batch * num_heads - tail_heads) or tail_heads
+    tiles = [tile for tile, _, _ in listed[: size * num_tiles]]
+    assert tiles == sorted(tiles, reverse=last_first)
+
+
+LENGTHS = [
+    [(300, 500)],
+    [(0, 5), (129, 64), (0, 3), (128, 256), (1, 0), (0, 0)],
+    [(64, 64)] * 40,
+]
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_tiles(lengths, used):
+    """The table has each tile of each sequence once; rows behind the last sequence are cleared, and no others."""
+    heads, dim, tile_m, behind = 3, 8, 128, 7
+    starts_q, starts_k = ([0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths))
+    total_q = starts_q[-1] + behind
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k))
+    seqlens = [(q // 2, k // 2) if used else (q, k) for q, k in lengths]
+    seqused = [torch.tensor(side, dtype=torch.int32) if used else None for side in zip(*seqlens)]
+    max_tiles = total_q // tile_m + len(lengths)
+    table = torch.full((8 * (1 + max_tiles) + len(lengths),), -1, dtype=torch.int32)
+    out, lse = torch.full((total_q, heads, dim), 7.0), torch.full((heads, total_q), 7.0)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, *seqused)
+    schedule.plan_packed[(3,)](table, packing, out, lse, len(lengths), max_tiles, total_q, heads, dim, TILE_M=tile_m, BLOCK=64)
+    assert (out[starts_q[-1] :] == 0).all() and (out[: starts_q[-1]] == 7).all()
+    assert (lse[:, starts_q[-1] :] == float("-inf")).all() and (lse[:, : starts_q[-1]] == 7).all()
+
+    expected = [
+        (tile, head, b, starts_q[b], q, starts_k[b], k)
+        for b, (q, k) in enumerate(seqlens) for tile in range(-(-q // tile_m)) for head in range(heads)
+    ]  # fmt: skip
+    assert table[0].item() * heads == len(expected)
+    listed = torch.full((len(expected), 7), -1, dtype=torch.int32)
+    _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, True)
+    assert sorted(map(tuple, listed.tolist())) == sorted(expected)
