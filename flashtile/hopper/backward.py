@@ -29,8 +29,9 @@ wavefronts. Hence nothing is read twice that registers can hold, and dq pays mos
 tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth; a tile of keys costs
 some 5 us beside its steps, of which a program that takes one tile after the other saves a part.
 
-Measured on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6; 16384 tokens, 2048 / head_dim heads, bf16, random data; do_bench,
-medians; the whole backward with both small kernels), TFLOP/s and the ratio to cuDNN in the same run:
+Measured while it was written, and not yet recorded under benchmarks/results (H200, torch 2.11, cuDNN 9.19, Triton 3.6; 16384
+tokens, 2048 / head_dim heads, bf16, random data; do_bench, medians; the whole backward with both small kernels), TFLOP/s and
+the ratio to cuDNN in the same run:
 
     head dim            512 full      512 causal    4096 full     4096 causal
     64                  334 (1.22)    194 (1.17)    503 (1.20)    432 (1.18)

@@ -29,8 +29,8 @@ class BackwardConfig(TileConfig):
     num_programs: int = 132
 
 
-# By the larger padded head dim. Chosen among, on an H200 at 4096 tokens without a mask, TFLOP/s of a sketch of this kernel (the
-# rows below: 557 to 628 at head dim 128, 502 at 64, 467 at 256):
+# By the larger padded head dim. Chosen among, on an H200 at 4096 tokens without a mask, TFLOP/s of a first version (the rows
+# below: 557 to 628 at head dim 128, 502 at 64, 467 at 256; not recorded):
 #   128: 2 stages of q 376; 1 buffer of dscores 506; 3 stages of dout 557; dq by the computing partitions 505, loads by dq's 519
 #   64: dq in halves 497; loads by dq's partition 490; 64 queries a tile 430
 #   256: 1 buffer of dq and 2 stages of dout 387; 2 buffers of p and dscores 392

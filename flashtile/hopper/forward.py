@@ -22,10 +22,10 @@ its tiles, which a small kernel writes before (`schedule.plan_packed`).
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
 and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
 
-What limits it: head dim 128 and 256, long: the power limit (1.5 to 1.6 GHz); head dim 64: exponentials take as long as
-products; short and causal: about 3 us a tile outside of its products.
+What limits it, by clocks and instruction counts, not yet by counters: head dim 128 and 256, long: the power limit (1.5 to 1.6
+GHz); head dim 64: exponentials take as long as products; short and causal: about 3 us a tile outside of its products.
 
-Tried on an H200, bf16, 16k tokens, TFLOP/s:
+Tried while it was written, not yet recorded under benchmarks/results (H200, bf16, 16k tokens, TFLOP/s):
 - the counter asked with a scalar atomic at the last step, each consumer computing its tile from the number (instead of a tensor
   atomic that nothing waits for, and a tile that the producer computes): causal 512 keys, head dim 64 / 128 / 256: 184 / 272 /
   327 instead of 212 / 309 / 338.

@@ -1,0 +1,75 @@
+"""Everything that CI can't see, on this GPU, in one command; writes the records that go to benchmarks/results/<gpu>/.
+
+    python benchmarks/record_gpu.py OUT [--commit HASH] [--tier portable,hopper] [--only tests,sanitizer,paper,run,train]
+
+Steps, each a subprocess with a time limit whose end is kept in OUT/gpu-suite.json: the GPU tests (pytest, as many processes as
+fit), compute-sanitizer on one small case a feature, `flashtile compare` on the paper's grid against SDPA's flash and cuDNN
+backends, `flashtile run` with its defaults, and a short training run. About four minutes a tier on an H200, compiling included.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def steps(tier, out, commit):
+    """{name: (limit in seconds, command)}."""
+    python = [sys.executable]
+    flashtile = [*python, "-m", "flashtile"]
+    paper = [*flashtile, "compare", *commit, "--preset", "paper", "--backend", "flashtile,sdpa-flash,sdpa-cudnn", "--rounds", "9",
+             "--rep-ms", "60", "--no-progress", "--json", str(out / f"paper-{tier}.json")]  # fmt: skip
+    checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
+    features = [*python, "tests/gpu/sanitize.py", tier]
+    tests = [*python, "-m", "pytest", "tests/gpu", "-q", "-n", str(min(14, os.cpu_count() or 1)), "-k", f"{tier} or not hopper"]
+    return {
+        "tests": [(480, tests)],
+        "sanitizer": [(120, features), (200, [*checker, "memcheck", *features]), (200, [*checker, "racecheck", *features])],
+        "paper": [(200, paper)],
+        "run": [(60, [*flashtile, "run", *commit, "--json", str(out / f"run-{tier}.json")])],
+        "train": [(120, [*python, "examples/train_bytes.py", "--device", "cuda", "--steps", "60"])],
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit", help="commit to record where there is no .git")
+    parser.add_argument("--tier", default="portable")
+    parser.add_argument("--only", default="tests,sanitizer,paper,run,train")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    commit = ["--commit", arguments.commit] if arguments.commit else []
+    records = []
+    for tier in arguments.tier.split(","):
+        environment = os.environ | {"FLASHTILE_TIER": tier, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        for name, commands in steps(tier, arguments.out, commit).items():
+            if name not in arguments.only.split(","):
+                continue
+            for limit, command in commands:
+                start = time.time()
+                try:
+                    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+                    code, text = run.returncode, run.stdout + run.stderr
+                except subprocess.TimeoutExpired as error:
+                    code, text = -1, f"stopped after {limit} s\n{(error.stdout or b'').decode(errors='replace')}"
+                except FileNotFoundError as error:
+                    code, text = -2, str(error)
+                words = " ".join(command).replace(sys.executable, "python").replace(str(arguments.out), "OUT")
+                (arguments.out / f"{tier}-{name}.log").write_text(text)
+                tail = text.strip().splitlines()[-12:]
+                seconds = round(time.time() - start)
+                records.append({"tier": tier, "step": name, "command": words, "exit": code, "seconds": seconds, "tail": tail})
+                print(f"{tier} {name}: exit {code}, {seconds} s: {tail[-1] if tail else ''}", flush=True)
+                suite = {"commit": arguments.commit, "steps": records}
+                (arguments.out / "gpu-suite.json").write_text(json.dumps(suite, indent=1))
+    return int(any(record["exit"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
