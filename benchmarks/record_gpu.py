@@ -22,8 +22,8 @@ def steps(tier, out, commit):
     """{name: (limit in seconds, command)}."""
     python = [sys.executable]
     flashtile = [*python, "-m", "flashtile"]
-    paper = [*flashtile, "compare", *commit, "--preset", "paper", "--backend", "flashtile,sdpa-flash,sdpa-cudnn", "--rounds", "9",
-             "--rep-ms", "60", "--no-progress", "--json", str(out / f"paper-{tier}.json")]  # fmt: skip
+    paper = [*flashtile, "compare", *commit, "--preset", "paper", "--backend", "flashtile,sdpa-flash,sdpa-cudnn",
+             "--rounds", "9", "--rep-ms", "60", "--no-progress", "--json", str(out / f"paper-{tier}.json")]  # fmt: skip
     checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
     features = [*python, "tests/gpu/sanitize.py", tier]
     tests = [*python, "-m", "pytest", "tests/gpu", "-q", "-n", str(min(14, os.cpu_count() or 1)), "-k", f"{tier} or not hopper"]

@@ -24,6 +24,12 @@ NUM_CHUNKS = 15
 
 @pytest.fixture(params=GPU_TIERS)
 def tier(request, monkeypatch):
+    """A tier that this GPU has, asked for."""
+    plain = AttentionProblem(1, 64, 64, 1, 1, 64, 64, torch.bfloat16, softmax_scale=1.0)
+    module = dispatch.import_module(dispatch.TIERS[request.param])
+    reason = module.refuses(plain, hardware.detect("cuda"), module.DIRECTIONS[0])
+    if reason:
+        pytest.skip(reason)
     monkeypatch.setenv("FLASHTILE_TIER", request.param)
     return request.param
 
