@@ -47,7 +47,8 @@ def main():
     commit = ["--commit", arguments.commit] if arguments.commit else []
     records = []
     for tier in arguments.tier.split(","):
-        environment = os.environ | {"FLASHTILE_TIER": tier, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        environment = os.environ | {"FLASHTILE_TIER": f"{tier},portable", "PYTHONPATH": paths}
         for name, commands in steps(tier, arguments.out, commit).items():
             if name not in arguments.only.split(","):
                 continue

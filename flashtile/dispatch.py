@@ -25,7 +25,7 @@ TIERS = {
 }
 # Tiers that run only where FLASHTILE_TIER asks for them, and why.
 ON_REQUEST = {
-    "hopper": "runs on request (FLASHTILE_TIER=hopper) until its whole GPU suite and its speed are recorded",
+    "hopper": "runs on request (FLASHTILE_TIER=hopper,portable) until its whole GPU suite and its speed are recorded",
 }
 
 
@@ -41,22 +41,22 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem, device, direction="forward", prefer=None) -> Plan:
-    """The first tier that takes the problem; only `prefer`, if that tier has kernels for the direction.
+def plan(problem, device, direction="forward", prefer=()) -> Plan:
+    """The first tier that takes the problem; only those of `prefer`, in its order, if one has kernels for the direction.
 
     Raises:
         UnsupportedError: no tier takes it; lists each refusal.
     """
-    if prefer is not None and prefer not in TIERS:
-        raise UnsupportedError(f"no tier is called {prefer!r}; there are {', '.join(TIERS)}.")
+    for name in prefer:
+        if name not in TIERS:
+            raise UnsupportedError(f"no tier is called {name!r}; there are {', '.join(TIERS)}.")
     tiers = {name: import_module(module) for name, module in TIERS.items()}
     tiers = {name: tier for name, tier in tiers.items() if direction in tier.DIRECTIONS}
-    if prefer in tiers:
-        tiers = {prefer: tiers[prefer]}
+    tiers = {name: tiers[name] for name in prefer if name in tiers} or tiers
     refusals = []
     for name, tier in tiers.items():
         reason = tier.refuses(problem, device, direction)
-        if reason is None and name != prefer:
+        if reason is None and name not in prefer:
             reason = ON_REQUEST.get(name)
         if reason is None:
             return Plan(name, tier.configs(problem, device, direction), tuple(refusals), tier)
@@ -66,8 +66,8 @@ def plan(problem, device, direction="forward", prefer=None) -> Plan:
 
 
 def plan_for(problem, torch_device, direction) -> Plan:
-    """The plan of a call on tensors of torch_device, with the tier that the environment prefers."""
-    return plan(problem, hardware.detect(torch_device), direction, settings.preferred_tier())
+    """The plan of a call on tensors of torch_device, with the tiers that the environment prefers."""
+    return plan(problem, hardware.detect(torch_device), direction, settings.preferred_tiers())
 
 
 def compile_ahead(problem, operands, directions=("forward", "backward")) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """The environment variables of flashtile; no other module reads os.environ.
 
 FLASHTILE_DEBUG=1    also check the values of index tensors (cu_seqlens, seqused); this waits for the device in every call.
-FLASHTILE_TIER=name  use this tier or fail with its refusal; names are those of dispatch.TIERS.
+FLASHTILE_TIER=names use the first of these tiers that takes a call, or fail with their refusals: hopper,portable for example;
+                    names are those of dispatch.TIERS.
 TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTILE_TIER=portable, CPU tensors go there.
 """
 
@@ -12,8 +13,9 @@ def debug() -> bool:
     return os.environ.get("FLASHTILE_DEBUG", "0") not in ("", "0")
 
 
-def preferred_tier() -> str | None:
-    return os.environ.get("FLASHTILE_TIER") or None
+def preferred_tiers() -> tuple[str, ...]:
+    names = os.environ.get("FLASHTILE_TIER")
+    return tuple(names.split(",")) if names else ()
 
 
 def triton_interprets() -> bool:

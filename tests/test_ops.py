@@ -117,11 +117,13 @@ def test_hopper_runs_on_request():
     h200 = hardware.by_name("H200")
     for direction in ("forward", "backward"):
         plan = dispatch.plan(problem, h200, direction)
-        assert plan.tier == "portable" and "FLASHTILE_TIER=hopper" in dict(plan.refusals)["hopper"]
-        assert dispatch.plan(problem, h200, direction, "hopper").tier == "hopper"
+        assert plan.tier == "portable" and "FLASHTILE_TIER=hopper,portable" in dict(plan.refusals)["hopper"]
+        assert dispatch.plan(problem, h200, direction, ("hopper",)).tier == "hopper"
     packed = dataclasses.replace(problem, total_q=2048, total_k=2048)
     with pytest.raises(flashtile.UnsupportedError, match="hopper: "):
-        dispatch.plan(packed, h200, "backward", "hopper")
+        dispatch.plan(packed, h200, "backward", ("hopper",))
+    assert dispatch.plan(packed, h200, "forward", ("hopper", "portable")).tier == "hopper"
+    assert dispatch.plan(packed, h200, "backward", ("hopper", "portable")).tier == "portable"
 
 
 def test_plan_is_made_once_for_equal_problems():

@@ -11,7 +11,7 @@ KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq")}
 def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch == "cpu":
-        if not (settings.triton_interprets() and settings.preferred_tier() == "portable"):
+        if not (settings.triton_interprets() and "portable" in settings.preferred_tiers()):
             return "needs a GPU, or FLASHTILE_TIER=portable and TRITON_INTERPRET=1"
         if problem.dtype not in (torch.float16, torch.float32):
             return f"Triton's interpreter multiplies float16 and float32 only, not {problem.dtype}"
