@@ -20,7 +20,7 @@ class _Root(typer.core.TyperGroup):
         super().format_help(ctx, formatter)
 
 
-COMMANDS = ("doctor", "run", "compare", "presets")
+COMMANDS = ("doctor", "run", "compare", "explain", "presets")
 
 app = typer.Typer(
     name="flashtile",

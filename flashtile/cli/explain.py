@@ -1,0 +1,130 @@
+"""`flashtile explain`: the work of a call, its floor, and the kernels that it gets; needs no GPU."""
+
+from typing import Annotated
+
+import typer
+
+from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+
+
+def add(app) -> None:
+    app.command("explain")(command(explain))
+
+
+def explain(
+    shape: ShapeFlags,
+    target: Annotated[
+        str, typer.Option("--target", help="A device (H200, A100, ...) or an architecture (sm_90); the GPU here, else H200.")
+    ] = "",
+    compile_kernels: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the kernels for the target, to count registers and spills.")
+    ] = True,
+) -> int:
+    """Show work, bytes, floor, memory, the chosen tier and tiles, every refusal, and what the kernels compile to."""
+    console = make_console()
+    with Progress(True) as progress:
+        progress.say("importing torch")
+        from flashtile import hardware
+
+        device = _target(target, hardware)
+        cases = shape.cases("bf16" if device.sm >= 80 else "fp16")
+        for case in cases:
+            lines = list(_describe(case, device, compile_kernels, progress))
+            progress.say("")
+            head = f"[bold]{case.label()}[/]   on {device.name} ({device.arch})"
+            console.print("\n".join([head, *lines, ""]), highlight=False)
+    return OK
+
+
+def _target(name, hardware):
+    from flashtile.bench.cases import UsageError
+
+    if not name:
+        here = hardware.detect()
+        return hardware.by_name("H200") if here is hardware.CPU else here
+    try:
+        return hardware.by_name(name)
+    except KeyError as error:
+        raise UsageError(f"target: {error.args[0]}") from None
+
+
+def _describe(case, device, compile_kernels, progress):
+    """Lines about one case."""
+    from flashtile.cli.show import size
+
+    problem = case.problem()
+    forward, backward = problem.flops("fwd"), problem.flops("bwd")
+    num_bytes = problem.bytes_moved("fwd")
+    dtype = str(problem.dtype).removeprefix("torch.")
+    peak, bandwidth = device.peak(dtype), device.peak_bandwidth
+    intensity = forward / num_bytes
+    line = f"  work      {forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward   tensors {size(num_bytes)}"
+    line += f"   {intensity:,.0f} FLOP/B"
+    if peak and bandwidth:
+        bound = "compute" if intensity > peak * 1e12 / bandwidth else "memory"
+        line += f" -> {bound}-bound (ridge {peak * 1e12 / bandwidth:.0f})"
+    yield line
+    floors = [(peak, bandwidth, "datasheet")]
+    if dtype != "float32":
+        floors.append((device.measured_tflops, device.measured_bandwidth, "measured roof"))
+    words = [
+        f"{max(forward / (tflops * 1e12), num_bytes / speed) * 1e3:.4g} ms at the {source}"
+        for tflops, speed, source in floors
+        if tflops and speed
+    ]
+    yield "  floor     forward " + (" | ".join(words) or "unknown: no peaks of this device in flashtile/hardware.py")
+    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
+    rows = 4 * problem.batch * problem.num_heads * problem.seqlen_q
+    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
+    for direction in ("forward", "backward"):
+        yield from _kernels(problem, device, direction, compile_kernels, progress)
+
+
+def _kernels(problem, device, direction, compile_kernels, progress):
+    """Lines about the plan of one direction."""
+    from flashtile import dispatch, settings
+    from flashtile.errors import UnsupportedError
+
+    try:
+        plan = dispatch.plan(problem, device, direction, settings.preferred_tiers())
+    except UnsupportedError as error:
+        yield f"  {direction:9} {error}"
+        return
+    tiles = ", ".join(f"{n} {c.tile_m}x{c.tile_n} warps {c.num_warps} stages {c.num_stages}" for n, c in plan.configs.items())
+    yield f"  {direction:9} {plan.tier}: {tiles}"
+    for tier, reason in plan.refusals:
+        if device.arch != "cpu" and tier not in ("sdpa", "reference"):
+            yield f"            not {tier}: {reason}"
+    if compile_kernels and device.arch != "cpu":
+        progress.say(f"compiling the {direction} kernels for {device.arch}")
+        try:
+            reports = _compiled(problem, plan, device, direction)
+        except (ImportError, UnsupportedError) as error:
+            yield f"            not compiled: {error}"
+            return
+        for report in reports:
+            instructions = "".join(f", {count} {name}" for name, count in report.tensor_core.items())
+            yield (f"            {report.kernel}: {report.registers} registers, {report.spill_bytes} B spilled, shared "
+                   f"{report.shared_bytes / 1024:.0f} KiB{instructions}, compiled in {report.compile_s:.1f} s")  # fmt: skip
+
+
+def _compiled(problem, plan, device, direction):
+    """What the kernels of a plan compile to, from tensors without data."""
+    import torch
+
+    from flashtile.bench import offline
+    from flashtile.problem import Operands
+
+    def empty(seqlen, heads, dim):
+        return torch.empty(problem.batch, seqlen, heads, dim, dtype=problem.dtype, device="meta")
+
+    operands = Operands(
+        empty(problem.seqlen_q, problem.num_heads, problem.head_dim),
+        empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
+        empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
+    )
+    jobs = getattr(plan.module, "compile_jobs", lambda *_: [])(problem, plan.configs, operands, direction)
+    with offline.launches(device.sm, sass=True) as reports:
+        for job in jobs:
+            job()
+    return reports

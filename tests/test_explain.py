@@ -1,0 +1,53 @@
+"""`flashtile explain`: what a call costs and which kernels it gets, without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def explain(capsys, *arguments):
+    code = main(["explain", "--no-compile", *arguments])
+    return code, " ".join(capsys.readouterr().out.split())
+
+
+def test_work_floor_and_memory(capsys):
+    code, text = explain(capsys, "-b", "4", "-s", "4096", "--nheads", "16", "-d", "128", "--target", "H200")
+    assert code == 0
+    # 4 * batch * heads * seqlen**2 * head_dim, and 2.5 times that
+    assert "549.8 GFLOP forward, 1,374.4 backward" in text
+    assert "compute-bound (ridge 206)" in text and "at the measured roof" in text
+    assert "naive keeps scores and p: 4 GiB" in text
+
+
+@pytest.mark.parametrize("target, tile", [("A100", "128x64"), ("sm_90", "64x64")])
+def test_tiles_of_a_target(capsys, target, tile):
+    code, text = explain(capsys, "--target", target)
+    assert code == 0
+    assert f"forward portable: forward {tile}" in text
+    assert "not hopper: " in text
+
+
+def test_unknown_target(capsys):
+    assert main(["explain", "--target", "V9000"]) == 2
+    assert "known: A100" in capsys.readouterr().err
+
+
+def test_preset_is_explained_case_by_case(capsys):
+    code, text = explain(capsys, "--preset", "gpt2-small", "--target", "B200")
+    assert code == 0 and "B200 (sm_100)" in text
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_the_target():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "flashtile", "explain", "--target", "A100", "-d", "64", "-s", "512"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert "attention_forward: " in run.stdout and "HMMA" in run.stdout and "attention_dkdv: " in run.stdout
