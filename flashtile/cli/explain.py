@@ -75,7 +75,8 @@ def _describe(case, device, compile_kernels, progress):
     yield "  floor     forward " + (" | ".join(words) or "unknown: no peaks of this device in flashtile/hardware.py")
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
     rows = 4 * problem.batch * problem.num_heads * problem.seqlen_q
-    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
+    extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
+    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; {extra}"
     for direction in ("forward", "backward"):
         yield from _kernels(problem, device, direction, compile_kernels, progress)
 
@@ -90,8 +91,8 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     except UnsupportedError as error:
         yield f"  {direction:9} {error}"
         return
-    tiles = ", ".join(f"{n} {c.tile_m}x{c.tile_n} warps {c.num_warps} stages {c.num_stages}" for n, c in plan.configs.items())
-    yield f"  {direction:9} {plan.tier}: {tiles}"
+    tiles = [f"{n} {c.tile_m}x{c.tile_n} warps {c.num_warps} stages {c.num_stages}" for n, c in plan.configs.items()]
+    yield f"  {direction:9} {plan.tier}: {', '.join(tiles)}"
     for tier, reason in plan.refusals:
         if device.arch != "cpu" and tier not in ("sdpa", "reference"):
             yield f"            not {tier}: {reason}"
