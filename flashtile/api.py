@@ -26,7 +26,8 @@ def attention(
         sinks: (num_heads,), floating; one more logit a head in the denominator only.
         dropout_p: probability of dropping an attention weight, in [0, 1); kept weights are divided by 1 - dropout_p. The
             mask comes from torch's default generator of q's device.
-        deterministic: the same bits in every backward pass; costs time, no memory.
+        deterministic: the same bits in every backward pass. The portable and CPU tiers always give them; a tier that sums in
+            the order of arrival refuses.
         return_lse: also return the log-sum-exp of each row; gradients flow through it.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32

@@ -39,6 +39,11 @@ class Plan:
     # the tier's module, at hand for each call
     module: ModuleType | None = field(default=None, repr=False, compare=False)
 
+    def compile_jobs(self, problem, operands, direction) -> list:
+        """Functions that each compile one kernel, and run it on memory of no meaning; none in a tier without compile_jobs."""
+        jobs = getattr(self.module, "compile_jobs", None)
+        return jobs(problem, self.configs, operands, direction) if jobs else []
+
 
 @lru_cache(maxsize=4096)
 def plan(problem, device, direction="forward", prefer=()) -> Plan:
@@ -73,8 +78,7 @@ def plan_for(problem, torch_device, direction) -> Plan:
 def compile_ahead(problem, operands, directions=("forward", "backward")) -> dict[str, float]:
     """Compile the kernels of a problem side by side in threads, so that the first call finds them.
 
-    operands: tensors of the call; the kernels run once on them, and on scratch memory. Tiers without compile_jobs(problem,
-    configs, operands, direction) -> list of functions have nothing to compile.
+    operands: tensors of the call; the kernels run once on them, and on scratch memory.
 
     Returns:
         For each direction the seconds until its last kernel was ready.
@@ -89,6 +93,5 @@ def compile_ahead(problem, operands, directions=("forward", "backward")) -> dict
         running = {}
         for direction in directions:
             chosen = plan_for(problem, operands.q.device, direction)
-            jobs = getattr(chosen.module, "compile_jobs", lambda *_: [])(problem, chosen.configs, operands, direction)
-            running[direction] = [threads.submit(finish, job) for job in jobs]
+            running[direction] = [threads.submit(finish, job) for job in chosen.compile_jobs(problem, operands, direction)]
         return {direction: max((job.result() for job in jobs), default=0.0) for direction, jobs in running.items()}

@@ -133,9 +133,8 @@ def _cpu_name() -> str:
 
 def _variables() -> dict[str, str]:
     """Environment variables that change how things run. Paths may name a user: they are left out."""
-    recorded = getattr(settings, "recorded", None)
-    values = recorded(_RECORDED_VARIABLES) if recorded else {}
-    return {name: "<path>" if "/" in value or "\\" in value else value for name, value in sorted(values.items())}
+    values = settings.recorded(_RECORDED_VARIABLES)
+    return {name: "<path>" if "/" in value or "\\" in value else value for name, value in values.items()}
 
 
 # --- documents -----------------------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ def _compiled(problem, plan, device, direction):
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
     )
-    jobs = getattr(plan.module, "compile_jobs", lambda *_: [])(problem, plan.configs, operands, direction)
     with offline.launches(device.sm, sass=True) as reports:
-        for job in jobs:
+        for job in plan.compile_jobs(problem, operands, direction):
             job()
     return reports
