@@ -98,16 +98,18 @@ def padded_dim(head_dim: int, itemsize: int) -> int:
     return max(64 if itemsize == 2 else 16, 1 << (head_dim - 1).bit_length())
 
 
-def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int) -> int:
-    """Estimate of a block's shared memory: the tiles that stay, and num_stages of those that stream."""
+def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int, dropout: bool = False) -> int:
+    """Estimate of a block's shared memory: the tiles that stay, num_stages of those that stream, and the mask of dropout."""
     both = (block_d + block_dv) * itemsize
     stages = config.num_stages
+    # changes its layout through shared memory, a byte an element
+    mask = config.tile_m * config.tile_n * dropout
     if kernel == "forward":
-        return config.tile_m * block_d * itemsize + stages * config.tile_n * both
+        return config.tile_m * block_d * itemsize + stages * config.tile_n * both + mask
     if kernel == "dkdv":
-        return config.tile_n * both + stages * config.tile_m * both
+        return config.tile_n * both + stages * config.tile_m * both + mask
     if kernel == "dq":
-        return config.tile_m * both + stages * config.tile_n * both
+        return config.tile_m * both + stages * config.tile_n * both + mask
     return 0
 
 
@@ -115,7 +117,7 @@ def feasible(kernel, config, problem, device) -> bool:
     """Whether the tiles of a problem fit in a block's shared memory."""
     itemsize = problem.dtype.itemsize
     block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
-    return shared_bytes(kernel, config, block_d, block_dv, itemsize) <= device.smem_bytes
+    return shared_bytes(kernel, config, block_d, block_dv, itemsize, problem.dropout_p > 0) <= device.smem_bytes
 
 
 def select(table, kernel, problem, device) -> Row | None:

@@ -1,7 +1,7 @@
 """Compile every tile row of the portable tier without a GPU, and print a JSON line for each: what it costs.
 
     python tests/offline.py rows 90        every row that dispatch can choose on sm_90, in plain calls
-    python tests/offline.py features 90    the 16 bit rows up to head dim 128, with every option of the API
+    python tests/offline.py features 90    the 16 bit rows, with every option of the API
     python tests/offline.py sample 90      a kernel of this file, to test flashtile.bench.offline itself
     python tests/offline.py dead           rows that dispatch can't choose anywhere
 
@@ -31,15 +31,15 @@ DIMS = (64, 128, 256)
 HEADS = 8
 
 
-def chosen_rows(arch):
+def chosen_rows(arch, features=False):
     """{(row, dim, dtype, causal): shared memory of the smallest device}, of what dispatch chooses on sm_8x, 9x or 10x."""
     chosen = {}
     devices = [device for device in hardware.DEVICES.values() if device.sm // 10 == arch // 10]
     for device, dtype, dim, causal in product(devices, (torch.bfloat16, torch.float32), DIMS, (True, False)):
         # fp32 kernels take long to compile; the masked one has all of the other's code
-        if dtype == torch.float32 and not causal:
+        if not causal and (features or dtype == torch.float32) or (features and dtype == torch.float32):
             continue
-        problem, _ = plain_call(dim, dtype, causal)
+        problem, _ = full_call(dim, dtype) if features else plain_call(dim, dtype, causal)
         for kernel in chain(*KERNELS.values()):
             row = tiles.select(tiles.PORTABLE, kernel, problem, device)
             # delta knows no mask
@@ -95,9 +95,7 @@ def _launch(row, problem, operands):
 
 def compile_rows(arch, features=False):
     """Yield one dict a chosen row: what it is and what it costs, or the error that it met."""
-    for (row, dim, dtype, causal), smem_bytes in chosen_rows(arch).items():
-        if features and (dtype == torch.float32 or dim == 256 or not causal):
-            continue
+    for (row, dim, dtype, causal), smem_bytes in chosen_rows(arch, features).items():
         problem, operands = full_call(dim, dtype) if features else plain_call(dim, dtype, causal)
         config = row.config
         mask = "all" if features else "causal" if causal else "full"
