@@ -23,10 +23,6 @@ TIERS = {
     "sdpa": "flashtile.cpu.sdpa",
     "reference": "flashtile.cpu.tiled",
 }
-# Tiers that run only where FLASHTILE_TIER asks for them, and why.
-ON_REQUEST = {
-    "hopper": "runs on request (FLASHTILE_TIER=hopper,portable) until its whole GPU suite and its speed are recorded",
-}
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,6 @@ def plan(problem, device, direction="forward", prefer=()) -> Plan:
     refusals = []
     for name, tier in tiers.items():
         reason = tier.refuses(problem, device, direction)
-        if reason is None and name not in prefer:
-            reason = ON_REQUEST.get(name)
         if reason is None:
             return Plan(name, tier.configs(problem, device, direction), tuple(refusals), tier)
         refusals.append((name, reason))

@@ -112,18 +112,17 @@ def test_plan_names_its_tier_and_the_refusals():
     assert dispatch.plan(problem, hardware.by_name("A100")).tier == "portable"
 
 
-def test_hopper_runs_on_request():
+def test_hopper_comes_first_on_hopper():
     problem = AttentionProblem(2, 1024, 1024, 4, 2, 128, 128, torch.bfloat16, softmax_scale=1.0)
     h200 = hardware.by_name("H200")
+    in_fp32 = dataclasses.replace(problem, dtype=torch.float32)
     for direction in ("forward", "backward"):
-        plan = dispatch.plan(problem, h200, direction)
-        assert plan.tier == "portable" and "FLASHTILE_TIER=hopper,portable" in dict(plan.refusals)["hopper"]
-        assert dispatch.plan(problem, h200, direction, ("hopper",)).tier == "hopper"
-    packed = dataclasses.replace(problem, total_q=2048, total_k=2048)
-    with pytest.raises(flashtile.UnsupportedError, match="hopper: "):
-        dispatch.plan(packed, h200, "backward", ("hopper",))
-    assert dispatch.plan(packed, h200, "forward", ("hopper", "portable")).tier == "hopper"
-    assert dispatch.plan(packed, h200, "backward", ("hopper", "portable")).tier == "portable"
+        assert dispatch.plan(problem, h200, direction).tier == "hopper"
+        assert dispatch.plan(problem, h200, direction, ("portable",)).tier == "portable"
+        plan = dispatch.plan(in_fp32, h200, direction)
+        assert plan.tier == "portable" and "float32" in dict(plan.refusals)["hopper"]
+        with pytest.raises(flashtile.UnsupportedError, match="hopper: "):
+            dispatch.plan(in_fp32, h200, direction, ("hopper",))
 
 
 def test_plan_is_made_once_for_equal_problems():

@@ -86,13 +86,16 @@ def visible(rows, cols, lengths, window):
 
 
 @triton.jit
-def visible_keys(rows, cols, lengths, window):
-    """Like `visible`, for rows past the length too, and with at most two comparisons an element."""
-    shift = lengths.seqlen_k - lengths.seqlen_q
+def visible_keys(rows, cols, lengths, window, first_col=0):
+    """Like `visible`, for rows past the length too, and with at most two comparisons an element; cols count from first_col.
+
+    Of a tile, cols counted from its first key are constants of the program, which saves an addition an element.
+    """
+    shift = lengths.seqlen_k - lengths.seqlen_q - first_col
     if window.right is None:
-        mask = cols < lengths.seqlen_k
+        mask = cols < lengths.seqlen_k - first_col
     else:
-        mask = cols < tl.minimum(rows + (shift + window.right + 1), lengths.seqlen_k)
+        mask = cols < tl.minimum(rows + (shift + window.right + 1), lengths.seqlen_k - first_col)
     if window.left is not None:
         mask = mask & (cols >= rows + (shift - window.left))
     return mask

@@ -25,11 +25,6 @@ def allocate_forward(problem, operands):
     return q.new_empty(out_shape), q.new_empty(problem.lse_shape, dtype=torch.float32)
 
 
-def aligned(x):
-    """x itself, or a copy where its memory, from outside of torch, begins between multiples of 16 bytes."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def descriptor(x, rows, block_dim):
     """TMA descriptor of (batch, seqlen, heads, dim), as (batch, heads, seqlen, dim), for tiles of rows by block_dim."""
     batch, seqlen, heads, dim = x.shape

@@ -60,7 +60,6 @@ from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
 from flashtile.hopper.arguments import (
     Relaunch,
-    aligned,
     allocate_forward,
     forward_arguments,
     plan_packed_arguments,
@@ -352,10 +351,11 @@ def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.
     """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
     layout: gl.constexpr = raw.type.layout
     rows = (part.row_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
-    cols = (n_tile * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
-    logits = scores.logits(raw, rows, cols, lengths, slope, score_params)
+    cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
+    first_col = n_tile * TILE_N
+    logits = scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
     if MASKED:
-        logits = gl.where(masks.visible_keys(rows, cols, lengths, window), logits, NEG_INF)
+        logits = gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
     return logits
 
 
@@ -648,7 +648,6 @@ def launch(problem, config, operands):
     out, lse = allocate_forward(problem, operands)
     if problem.seqlen_k == 0 or lse.numel() == 0:
         return _without_keys(out, lse, operands.sinks)
-    operands = operands._replace(q=aligned(operands.q), k=aligned(operands.k), v=aligned(operands.v))
     key = relaunch_key(problem, config, operands)
     prepared = _prepared.get(key)
     if prepared is not None:
