@@ -29,7 +29,9 @@ def steps(tier, out, commit):
     tests = [*python, "-m", "pytest", "tests/gpu", "-q", "-n", str(min(14, os.cpu_count() or 1)), "-k", f"{tier} or not hopper"]
     return {
         "tests": [(480, tests)],
-        "sanitizer": [(120, features), (200, [*checker, "memcheck", *features]), (200, [*checker, "racecheck", *features])],
+        "sanitizer": [(120, features), (200, [*checker, "memcheck", *features]), (200, [*checker, "racecheck", *features])] + [
+            # What racecheck reports of an mbarrier by itself: see tests/gpu/sanitize.py
+            (60, [*checker, "racecheck", *python, "tests/gpu/sanitize.py", "control"])] * (tier == "hopper"),
         "paper": [(200, paper)],
         "run": [(60, [*flashtile, "run", *commit, "--json", str(out / f"run-{tier}.json")])],
         "train": [(120, [*python, "examples/train_bytes.py", "--device", "cuda", "--steps", "60"])],
