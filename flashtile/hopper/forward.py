@@ -22,18 +22,28 @@ its tiles, which a small kernel writes before (`schedule.plan_packed`).
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
 and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
 
-What limits it, by clocks and instruction counts, not yet by counters: head dim 128 and 256, long: the power limit (1.5 to 1.6
-GHz); head dim 64: exponentials take as long as products; short and causal: about 3 us a tile outside of its products.
+What limits it (counters beside FA3's in benchmarks/results/nvidia-h200/forward-counters.json; times in paper.json):
+- long sequences: the tensor pipe, active 80% of the cycles at head dim 128 and 88% at 256 (8192 keys, causal), and then the
+  power limit (1.5 to 1.6 GHz). FA3 has 86% and 95% with 7% and 16% fewer instructions: our arrivals each come after a barrier
+  of 128 threads, and at head dim 256 it takes key tiles of 80, which Gluon's powers of two do not allow (64 read 128 bytes a
+  clock from shared memory for q kᵀ). That is its lead of up to 8% and 15%.
+- short and causal: the border between tiles, about 5000 clocks (head dim 128, 512 keys: tensor pipe 47%, FA3's 49%).
+- head dim 64: exponentials take as long as products.
 
-Tried while it was written, not yet recorded under benchmarks/results (H200, bf16, 16k tokens, TFLOP/s):
-- the counter asked with a scalar atomic at the last step, each consumer computing its tile from the number (instead of a tensor
-  atomic that nothing waits for, and a tile that the producer computes): causal 512 keys, head dim 64 / 128 / 256: 184 / 272 /
-  327 instead of 212 / 309 / 338.
-- that number asked, and its tile computed, two steps before the end instead of one: no change.
-- l2_bytes of 4, 20, 40, 80 MiB, causal 512 keys, head dim 128: 291, 314, 306, 281; from 1024 keys on within 3%, 80 slower.
-- head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096.
+Tried (H200, bf16, 16k tokens, TFLOP/s, interleaved in one run; not recorded under benchmarks/results):
+- key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
+  instead of 353. An addition an element, in the one tile that nothing hides.
+- tiles dealt in a fixed order instead of by the counter: causal 2048 keys, head dim 128 / 256: 505 / 503 instead of 535 /
+  560; each consumer computing its tile from the number instead of being told: 3 to 8% slower again; tile numbers by shifts
+  instead of divisions: equal.
+- the counter asked with a scalar atomic at the last step (instead of a tensor atomic that nothing waits for): causal 512
+  keys, head dim 64 / 128 / 256: 184 / 272 / 327 instead of 212 / 309 / 338; two steps before the end instead of one: no
+  change.
+- l2_bytes of 4, 8, 12, 20, 30 MiB: within 3% from 2048 keys on; 80 MiB slower; at 512 keys 4 MiB is 6% slower than 20.
+- head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096; 2 consumers of
+  128 keys are slower than 4 at 512 and 1024 keys (209 / 267, 312 / 364 causal).
 - without turns, 512 keys: equal.
-- (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim), 512 keys: equal.
+- (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim): equal counters; up to 5% at 8192 keys.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
 """
