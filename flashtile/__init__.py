@@ -11,12 +11,15 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attention": "flashtile.api",
     "attention_varlen": "flashtile.api",
+    "attention_with_kvcache": "flashtile.api",
+    "combine": "flashtile.api",
     "flash_attn_func": "flashtile.compat.flash_attn",
     "flash_attn_kvpacked_func": "flashtile.compat.flash_attn",
     "flash_attn_qkvpacked_func": "flashtile.compat.flash_attn",
     "flash_attn_varlen_func": "flashtile.compat.flash_attn",
     "flash_attn_varlen_kvpacked_func": "flashtile.compat.flash_attn",
     "flash_attn_varlen_qkvpacked_func": "flashtile.compat.flash_attn",
+    "flash_attn_with_kvcache": "flashtile.compat.flash_attn",
     "FlashtileError": "flashtile.errors",
     "ShapeError": "flashtile.errors",
     "DtypeError": "flashtile.errors",
@@ -28,7 +31,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from flashtile.api import attention, attention_varlen
+    from flashtile.api import attention, attention_varlen, attention_with_kvcache, combine
     from flashtile.compat.flash_attn import (
         flash_attn_func,
         flash_attn_kvpacked_func,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
     )
     from flashtile.errors import DeviceError, DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 

@@ -1,6 +1,7 @@
 """The public functions: signature, docstring, and one call to the op. Read problem.py next, then dispatch.py."""
 
-from flashtile import ops
+from flashtile import kvcache_ops, ops
+from flashtile.kvcache_problem import CacheOperands, CacheOptions
 from flashtile.problem import Operands
 
 
@@ -9,6 +10,8 @@ def attention(
     dropout_p=0.0, deterministic=False, return_lse=False,
 ):  # fmt: skip
     """Exact attention softmax(softmax_scale * q kᵀ + mask) v, without storing the scores. Differentiable in q, k, v and sinks.
+
+    Inside torch.autocast q, k and v are cast to its dtype. Second derivatives and the transforms of torch.func are refused.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), fp16, bf16 or fp32 (on a CPU also fp64), last dim contiguous, other
@@ -72,3 +75,83 @@ def attention_varlen(
     return ops.attention(operands, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
                          softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic,
                          return_lse=return_lse)  # fmt: skip
+
+
+def attention_with_kvcache(
+    q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, block_table=None, cache_batch_idx=None, cache_leftpad=None,
+    cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, rotary_cos=None, rotary_sin=None, rotary_seqlens=None,
+    rotary_interleaved=True, q_descale=None, k_descale=None, v_descale=None, causal=False, window=(None, None),
+    softmax_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, num_splits=0, return_lse=False,
+):  # fmt: skip
+    """Attention of new queries over a key-value cache, which first gets their keys and values in place. No gradients.
+
+    Lengths and block tables stay on the device: no call waits for it, and a CUDA graph reads them anew at each replay.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with cu_seqlens_q. fp16, bf16, fp32
+            (on a CPU also fp64) or fp8 (e4m3). seqlen_q is 1 in decoding, a few with speculation, thousands in a prefill.
+        k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), a row a sequence; or with block_table
+            (num_pages, page_size, num_heads_kv, head_dim) with any page size. The dtype of q, or fp8. Slots outside of a
+            sequence are never read into a result.
+        v_cache: the same with head_dim_v.
+        k: (batch, seqlen_new, num_heads_kv, head_dim), written to the slots cache_seqlens .. cache_seqlens + seqlen_new - 1;
+            or (total_new, num_heads_kv, head_dim) with cu_seqlens_k_new. The dtype of the cache. An fp8 cache also takes
+            other floating dtypes: k goes there divided by k_descale, v by v_descale, limited to fp8's largest number.
+        v: the same with head_dim_v.
+        cache_seqlens: (batch,), int32, or one int: the length of each sequence before the append, its left padding
+            counted. Default all slots.
+        block_table: (batch, pages of a sequence), int32; entry i holds slots i * page_size to (i + 1) * page_size - 1.
+            Entries past a sequence's length are not read.
+        cache_batch_idx: (batch,), int32: the row of each sequence in a cache without pages; default 0, 1, 2, ... Two
+            sequences that append to one row leave the values of either.
+        cache_leftpad: (batch,), int32: the slot where a sequence begins; default 0.
+        cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`.
+        cu_seqlens_k_new: (batch + 1,), int32: k and v are packed.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), a floating dtype; rotate the first rotary_dim columns of k
+            before it is written, and of q; they need k. Token t has position cache_seqlens + t; without causal and window
+            all queries have that of the first.
+        rotary_seqlens: (batch,), int32: positions begin here instead of at cache_seqlens.
+        rotary_interleaved: columns (0, 1), (2, 3), ... are rotated together (GPT-J); else (0, rotary_dim / 2), ... (NeoX).
+        q_descale, k_descale, v_descale: (batch, num_heads_kv), fp32: what fp8 values are multiplied with; default 1.
+        causal, window, softmax_scale, softcap, alibi_slopes, sinks: as in `attention`; the last query stands at the last key.
+        num_splits: into how many parts the keys of a sequence are cut, so that few sequences fill a GPU. 0 lets flashtile
+            choose by the lengths of the whole batch; with a fixed number (1 to 256) the result of a sequence is bitwise
+            the same whatever else is in the batch.
+        return_lse: also return the log-sum-exp of each row.
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v), q.dtype, bf16 for fp8; with
+        return_lse also lse (batch, num_heads, seqlen_q) or (num_heads, total_q), fp32 (fp64 for fp64), natural log. A
+        query without a visible key gives out 0 and lse -inf (or its sink), as do packed rows behind the last sequence.
+    Raises:
+        ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came. The values of
+        index tensors are checked where that needs no wait for the device (CPU tensors), and everywhere with
+        FLASHTILE_DEBUG=1, which says which sequence is wrong. Else a length is limited to the cache's size, new keys
+        past it or on pages that don't exist are not written, a page or row that does not exist is read as the nearest
+        one, and a rotary position as the nearest row: the result of that sequence means nothing, that of others stays right.
+        UnsupportedError: no tier takes the call, or a tensor requires a gradient; lists each refusal.
+    Source: Dao et al. 2023, Flash-Decoding for long-context inference; Kwon et al. 2023, PagedAttention.
+    """
+    operands = CacheOperands(q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad,
+                             cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale,
+                             v_descale, alibi_slopes, sinks)  # fmt: skip
+    return kvcache_ops.attention_with_kvcache(operands, CacheOptions.of_call(
+        max_seqlen_q, rotary_interleaved, causal, window, softmax_scale, softcap, num_splits, return_lse
+    ))  # fmt: skip
+
+
+def combine(out_partial, lse_partial, *, out_dtype=None):
+    """Merge attention over parts of the keys into attention over all of them.
+
+    Args:
+        out_partial: (splits, batch, seqlen_q, num_heads, head_dim_v), fp32, fp16 or bf16, last dim contiguous: each part's
+            own output, divided by its own sum.
+        lse_partial: (splits, batch, num_heads, seqlen_q), fp32, natural log. -inf where a part sees no key: its output is
+            not read into the result and may be anything.
+        out_dtype: of out; default that of out_partial.
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v); lse (batch, num_heads, seqlen_q), fp32. Where all parts are empty out is
+        0 and lse -inf. No gradients.
+    Raises:
+        ShapeError, DtypeError, DeviceError: which argument, what was expected, what came.
+    """
+    return kvcache_ops.combine(out_partial, lse_partial, out_dtype)

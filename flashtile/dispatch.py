@@ -6,6 +6,8 @@ and run_backward(). out and lse mean the same everywhere, so a backward may run 
 skipped silently: a plan carries every refusal before it.
 """
 
+import logging
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from types import ModuleType
 
 from flashtile import hardware, settings
 from flashtile.errors import UnsupportedError
+
+logger = logging.getLogger("flashtile")
 
 # Fastest first.
 TIERS = {
@@ -34,6 +38,26 @@ class Plan:
     refusals: tuple[tuple[str, str], ...] = ()
     # the tier's module, at hand for each call
     module: ModuleType | None = field(default=None, repr=False, compare=False)
+    # not empty once it has run: then its kernels are there
+    ran: list = field(default_factory=list, repr=False, compare=False)
+
+    def run(self, direction, problem, operands, *tensors):
+        """The tier's run_forward or run_backward; a first run that takes over a second says what it compiles."""
+        function = self.module.run_forward if direction == "forward" else self.module.run_backward
+        if self.ran or not operands.q.is_cuda:
+            return function(problem, self.configs, operands, *tensors)
+        dtype = str(problem.dtype).removeprefix("torch.")
+        what = f"the {self.tier} {direction} kernels for {dtype}, head dim {problem.head_dim}"
+        hint = "Triton keeps them for later processes; `flashtile warm` compiles ahead."
+        waiting = threading.Timer(1.0, logger.warning, (f"compiling {what}. {hint}",))
+        waiting.daemon = True
+        waiting.start()
+        try:
+            result = function(problem, self.configs, operands, *tensors)
+        finally:
+            waiting.cancel()
+        self.ran.append(True)
+        return result
 
     def compile_jobs(self, problem, operands, direction) -> list:
         """Functions that each compile one kernel, and run it on memory of no meaning; none in a tier without compile_jobs."""

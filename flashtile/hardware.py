@@ -24,6 +24,9 @@ class Device:
     measured_bandwidth: float | None = None
     source: str = field(default="", compare=False)
 
+    def __hash__(self):
+        return hash((self.name, self.arch))
+
     @property
     def sm(self) -> int:
         """Compute capability as a number, 90 for sm_90; 0 on a CPU."""

@@ -111,7 +111,8 @@ class AttentionProblem:
             raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", softcap))
         if not 0 <= dropout_p < 1:
             raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
-        if batch * num_heads * max(seqlen_q, seqlen_k) > 16 * INT32_MAX:
+        traced = any(isinstance(n, torch.SymInt) for n in (batch, seqlen_q, seqlen_k))
+        if not traced and batch * num_heads * max(seqlen_q, seqlen_k) > 16 * INT32_MAX:
             # Every tier numbers its tiles, of at least 16 rows, with an int32.
             raise ShapeError(explain("batch * heads * seqlen", f"at most {16 * INT32_MAX}",
                                      batch * num_heads * max(seqlen_q, seqlen_k), "Split the batch."))  # fmt: skip
@@ -134,8 +135,7 @@ class AttentionProblem:
             return cls.from_tensors(operands, **options)
         if operands.cu_seqlens_q is not None and _values_readable(operands.q):
             return cls.from_tensors(operands, **options)
-        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands),
-                *options.values())  # fmt: skip
+        call = _call_key(operands, options)
         problem = _DESCRIBED.get(call)
         if problem is None:
             problem = cls.from_tensors(operands, **options)
@@ -143,6 +143,10 @@ class AttentionProblem:
                 _DESCRIBED.clear()
             _DESCRIBED[call] = problem
         return problem
+
+    def __hash__(self):
+        # The shapes tell most problems apart, and all twenty fields take 2 us to hash.
+        return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
 
     @property
     def varlen(self) -> bool:
@@ -193,6 +197,28 @@ class AttentionProblem:
         # reads q k v out dout lse, writes dq dk dv
         backward = 2 * q + 2 * kv + 2 * out + lse
         return {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
+
+
+def _call_key(operands, options):
+    """What from_tensors looks at: equal keys mean equal problems."""
+    key = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands]
+    key += options.values()
+    # their names: callers may give some of them, in another order
+    key += options
+    return tuple(key)
+
+
+def known(operands, options) -> AttentionProblem | None:
+    """The problem of a call of plain tensors that was described before, or None.
+
+    options: as of_call takes them. Arguments of any type: None where they are no call at all.
+    """
+    if operands.cu_seqlens_q is not None and _values_readable(operands.q):
+        return None
+    try:
+        return _DESCRIBED.get(_call_key(operands, options))
+    except (AttributeError, TypeError, RuntimeError):
+        return None
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, window=(None, None)) -> int:
@@ -260,7 +286,7 @@ def _check_qkv(q, k, v, varlen) -> None:
         if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
             raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
                                      f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
-    if q.device.type not in ("cuda", "cpu"):
+    if q.device.type not in ("cuda", "cpu", "meta"):
         raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
     if q.dtype not in DTYPES:
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32 or float64", q.dtype, "Cast q, k and v."))
@@ -390,6 +416,9 @@ def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int
     left, right = window
     if causal:
         right = 0
+    if isinstance(seqlen_q, torch.SymInt) or isinstance(seqlen_k, torch.SymInt):
+        # Traced for all lengths: which side hides nothing is seen when the kernels run.
+        return left, right
     # The last query stands at key seqlen_k - 1, the first one seqlen_q - 1 keys before it.
     left = None if left is None or left >= seqlen_k - 1 else left
     right = None if right is None or right >= seqlen_q - 1 else right
@@ -398,6 +427,6 @@ def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int
 
 def _values_readable(tensor) -> bool:
     """Whether index tensors may be read: for nothing on a CPU, with a wait for the device where debugging is on."""
-    if torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor):
+    if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
         return False
     return tensor.device.type == "cpu" or settings.debug() and not torch.cuda.is_current_stream_capturing()

@@ -1,6 +1,7 @@
 """The environment variables of flashtile; no other module reads os.environ.
 
-FLASHTILE_DEBUG=1    also check the values of index tensors (cu_seqlens, seqused); this waits for the device in every call.
+FLASHTILE_DEBUG=1    also check the values of index tensors (cu_seqlens, seqused, cache lengths, block tables); this waits for
+                    the device in every call.
 FLASHTILE_TIER=names use the first of these tiers that takes a call, or fail with their refusals: hopper,portable for example;
                     names are those of dispatch.TIERS.
 TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTILE_TIER=portable, CPU tensors go there.

@@ -166,7 +166,7 @@ class HopperRow(NamedTuple):
     source: str = ""
 
 
-_HOPPER_SOURCE = "H200, torch 2.11, triton 3.6.0, bf16, 16k tokens, 2048 / head dim heads; not recorded yet"
+_HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 # The first row that matches is taken.
 HOPPER = tuple(
     HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
@@ -190,3 +190,64 @@ def hopper_config(problem, device) -> HopperConfig:
                 and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)):  # fmt: skip
             return row.config
     raise KeyError(block_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side."""
+
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+class DecodeRow(NamedTuple):
+    """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from."""
+
+    block_dim: int
+    itemsize: int
+    # None for any
+    max_rows: int | None
+    config: DecodeConfig
+    # "" for any
+    arch: str = ""
+    source: str = ""
+
+
+_DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
+# The first row that matches and fits is taken.
+DECODE = (
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", "benchmarks/results/nvidia-h200/decode.json"),
+    *(
+        DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
+        for block_dim, itemsize, max_rows, arch, config in [
+            (256, 2, 16, "sm_90", (16, 64, 4, 2, 2)),
+            (128, 2, None, "sm_90", (64, 64, 4, 3, 2)),
+            (256, 2, None, "sm_90", (64, 64, 8, 2, 1)),
+            (64, 2, 16, "", (16, 64, 4, 3, 2)),
+            (256, 2, 16, "", (16, 32, 4, 2, 2)),
+            (128, 2, None, "", (64, 32, 4, 3, 2)),
+            (256, 2, None, "", (64, 32, 8, 2, 1)),
+            (256, 4, None, "", (16, 16, 4, 2, 1)),
+        ]
+    ),
+)
+
+
+def decode_config(problem, device) -> DecodeConfig | None:
+    """The configuration of the kernel on a cache, or None where nothing fits. problem: CacheProblem."""
+    itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
+    block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
+    rows = problem.seqlen_q * problem.group_size
+    for row in DECODE:
+        if (
+            row.arch in (device.arch, "")
+            and max(block_d, block_dv) <= row.block_dim
+            and itemsize <= row.itemsize
+            and (row.max_rows is None or rows <= row.max_rows)
+            and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
+        ):
+            return row.config
+    return None

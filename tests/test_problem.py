@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.errors import DeviceError, DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
-from flashtile.problem import INT32_MAX, AttentionProblem, Operands, check_arguments, visible_pairs
+from flashtile.problem import INT32_MAX, AttentionProblem, Operands, check_arguments, known, visible_pairs
 from flashtile.reference import masks
 
 OPTIONS = dict(
@@ -121,6 +121,14 @@ def on_meta(x):
     return x.to("meta")
 
 
+def on_xpu(x):
+    """x on a device that no tier has, without one."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty(x.shape, dtype=x.dtype, device="xpu")
+
+
 def huge():
     """A call of 2**36 query rows, in no memory."""
     q, kv = (torch.zeros(1, 1, 1, 8).expand(2**16, rows, 16, 8) for rows in (2**16, 1))
@@ -168,8 +176,8 @@ WRONG_CALLS = [
     (lambda: describe(k=X.mT.contiguous().mT), ShapeError,
      "k: expected a contiguous last dim (stride 1), got strides (320, 64, 1, 4). "
      "Use k.contiguous(), or lay it out as (..., heads, dim)."),
-    (lambda: describe(q=on_meta(X), k=on_meta(X), v=on_meta(X)), DeviceError,
-     "q: expected a CUDA or CPU tensor, got device meta. Move it: q.to('cpu') or q.to('cuda')."),
+    (lambda: describe(q=on_xpu(X), k=on_xpu(X), v=on_xpu(X)), DeviceError,
+     "q: expected a CUDA or CPU tensor, got device xpu:0. Move it: q.to('cpu') or q.to('cuda')."),
     (lambda: describe(q=X.int(), k=X.int(), v=X.int()), DtypeError,
      "q: expected dtype float16, bfloat16, float32 or float64, got torch.int32. Cast q, k and v."),
     # Sizes
@@ -283,3 +291,13 @@ def test_index_values_on_a_gpu_are_read_only_with_debug(monkeypatch):
     monkeypatch.setenv("FLASHTILE_DEBUG", "1")
     with pytest.raises(ValueRangeError, match="cu_seqlens_q: expected entries that do not decrease"):
         describe_packed(q=x, k=x, v=x, **wrong)
+
+
+def test_a_remembered_call_is_told_apart_by_the_names_of_its_options():
+    """Callers may give some options only: True alone is not the same option everywhere."""
+    operands = Operands(X, X, X)
+    first, second = (AttentionProblem.of_call(operands, **{name: True}) for name in ("causal", "deterministic"))
+    assert first.causal and not first.deterministic and second.deterministic and not second.causal
+    assert known(operands, {"causal": True}) is first
+    assert known(operands, {"return_lse": True}) is None
+    assert known(Operands(None, X, X), {"causal": True}) is None

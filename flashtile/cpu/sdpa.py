@@ -43,7 +43,9 @@ def run_forward(problem, configs, operands):
 
 def run_backward(problem, configs, operands, out, lse, dout, dlse):
     """dq, dk, dv, None, by torch's autograd through the forward, run again."""
-    with torch.enable_grad():
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
+        # Where a torch mode watches (FLOP counters), ops run with autograd switched off.
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         inputs = [x.detach().requires_grad_() for x in operands[:3]]
         grads = torch.autograd.grad(_sdpa(problem, *inputs), inputs, dout)
     return *(grad.contiguous() for grad in grads), None

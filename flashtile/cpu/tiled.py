@@ -1,8 +1,10 @@
 """CPU tier: reference.fa2, which takes every feature."""
 
-from flashtile.reference import fa2
+from functools import partial
 
-DIRECTIONS = ("forward", "backward")
+from flashtile.reference import fa2, kvcache
+
+DIRECTIONS = ("forward", "backward", "decode")
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -20,3 +22,7 @@ def run_forward(problem, configs, operands):
 
 def run_backward(problem, configs, operands, out, lse, dout, dlse):
     return fa2.backward(operands, problem, out, lse, dout, dlse)
+
+
+def bind_decode(problem, configs, operands):
+    return partial(kvcache.forward, problem=problem)

@@ -4,7 +4,7 @@ import torch
 
 from flashtile import settings, tiles
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "decode")
 KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq")}
 
 
@@ -19,13 +19,25 @@ def refuses(problem, device, direction) -> str | None:
         return f"needs sm_80 or newer, the device is {device.arch}"
     elif problem.dtype == torch.float64:
         return "takes float16, bfloat16 and float32; float64 is for CPU tensors"
+    if direction == "decode":
+        return _refuses_decode(problem, device)
     for kernel in KERNELS[direction]:
         if tiles.select(tiles.PORTABLE, kernel, problem, device) is None:
             return f"no tile of the {kernel} kernel fits in {device.smem_bytes >> 10} KiB of shared memory"
     return None
 
 
+def _refuses_decode(problem, device) -> str | None:
+    if torch.float8_e4m3fn in (problem.dtype, problem.cache_dtype) and device.sm < 89:
+        return f"Triton has fp8 (e4m3) from sm_89 on, the device is {device.arch}"
+    if tiles.decode_config(problem, device) is None:
+        return f"no tile of the decode kernel fits in {device.smem_bytes >> 10} KiB of shared memory"
+    return None
+
+
 def configs(problem, device, direction) -> dict:
+    if direction == "decode":
+        return {"decode": tiles.decode_config(problem, device)}
     return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
 
 
@@ -39,6 +51,12 @@ def run_backward(problem, configs, operands, out, lse, dout, dlse):
     from flashtile.portable import backward
 
     return backward.launch(problem, configs, operands, out, lse, dout, dlse)
+
+
+def bind_decode(problem, configs, operands):
+    from flashtile.portable import decode
+
+    return decode.Call(problem, configs["decode"], operands)
 
 
 def compile_jobs(problem, configs, operands, direction) -> list:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile.device.cache import CacheLayout
 from flashtile.device.dropout import Dropout
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
@@ -34,6 +35,13 @@ def rows_of(x, lse=False) -> Rows:
     return Rows(x, batch, row, head)
 
 
+def layout_of(problem, operands) -> CacheLayout:
+    """The CacheLayout of a CacheProblem and its CacheOperands, which hold its tensors in the same order."""
+    table = operands.block_table
+    return CacheLayout(*operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
+                       operands.k_cache.shape[0])  # fmt: skip
+
+
 def common_arguments(problem, operands) -> CommonArguments:
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
     slopes = operands.alibi_slopes
@@ -53,6 +61,21 @@ def common_arguments(problem, operands) -> CommonArguments:
         "BLOCK_DV": padded_dim(problem.head_dim_v, problem.dtype.itemsize), "WIDE": problem.wide_rows,
     }  # fmt: skip
     return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)
+
+
+def launch_key(problem, operands, *others):
+    """What compiled kernels and their arguments depend on, beside the data; pointers that are multiples of 16 among it.
+
+    others: further tensors of the call, or None.
+    """
+    q, k, v = operands[:3]
+    q_ptr, k_ptr, v_ptr = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
+    key = problem, q.device.index, q.stride(), k.stride(), v.stride(), q_ptr, k_ptr, v_ptr
+    if problem.varlen or problem.has_alibi or problem.has_sinks or problem.dropout_p:
+        others += operands[3:]
+    for x in others:
+        key += (None,) if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
+    return key
 
 
 def allocate_forward(problem, operands):

@@ -17,17 +17,20 @@ dim 256: 2.4 to 2.7; with two stages instead of three: 1.00 to 1.25 at head dim 
 Source: Dao 2023, FlashAttention-2, algorithm 2.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores
+from flashtile.device.launch import Relaunch, Remembered, first_launch
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, store_tile
 from flashtile.gradients import sinks_gradient
-from flashtile.portable.arguments import common_arguments, rows_of
+from flashtile.portable.arguments import common_arguments, launch_key, rows_of
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
@@ -213,51 +216,80 @@ def attention_dq(
 
 def launch(problem, configs, operands, out, lse, dout, dlse):
     """Run the three kernels. configs: {"delta", "dkdv", "dq": TileConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
-    common = common_arguments(problem, operands)
-    delta = launch_delta(problem, configs["delta"], common, out, lse, dout, dlse)
-    dk, dv = launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout)
-    dq = launch_dq(problem, configs["dq"], common, operands, lse, delta, dout)
+    key = launch_key(problem, operands, out, lse, dout, dlse), *configs.values()
+    relaunch = _launched.get(key)
+    if relaunch is not None:
+        delta, dq, dk, dv = (_allocate_like(x, problem) for x in (lse, *operands[:3]))
+        packing = [x for x in operands[3:7] if x is not None]
+        rest = [x for x in (*packing, operands.alibi_slopes, operands.rng_state) if x is not None]
+        inputs = *operands[:3], dout, lse, delta
+        relaunch.delta(out, dout, *([] if dlse is None else [dlse]), delta, *packing)
+        relaunch.dkdv(*inputs, dk, dv, *rest)
+        relaunch.dq(*inputs, dq, *rest)
+    else:
+        common = common_arguments(problem, operands)
+        again = key in _launched
+        delta, delta_again = launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, again)
+        dk, dv, dkdv_again = launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, again)
+        dq, dq_again = launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, again)
+        relaunches = delta_again, dkdv_again, dq_again
+        _launched[key] = None if None in relaunches else _Again(*relaunches)
     return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
 
 
-def launch_delta(problem, config, common, out, lse, dout, dlse):
-    """delta, of the shape of lse."""
+class _Again(NamedTuple):
+    delta: Relaunch
+    dkdv: Relaunch
+    dq: Relaunch
+
+
+# By launch_key and configs
+_launched = Remembered()
+
+
+def launch_delta(problem, config, common, out, lse, dout, dlse, again=False):
+    """(delta, of the shape of lse; its Relaunch or None)."""
     delta = _allocate_like(lse, problem)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
-    if grid := num_tiles * problem.num_heads * problem.batch:
-        attention_delta[(grid,)](
-            rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
-            common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
-            HEAD_DIM_V=common.shapes["HEAD_DIM_V"], BLOCK_DV=common.shapes["BLOCK_DV"], WIDE=common.shapes["WIDE"],
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-    return delta
+    arguments = (
+        rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
+        common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+    )  # fmt: skip
+    constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "WIDE")}
+    grid = num_tiles * problem.num_heads * problem.batch
+    return delta, _launch(attention_delta, grid, arguments, {"TILE_M": config.tile_m, **constexprs}, config, again)
 
 
-def launch_dkdv(problem, config, common, operands, lse, delta, dout):
-    """dk and dv, of the shapes of k and v, contiguous."""
+def launch_dkdv(problem, config, common, operands, lse, delta, dout, again=False):
+    """(dk and dv, of the shapes of k and v, contiguous; their Relaunch or None)."""
     dk, dv = _allocate_like(operands.k, problem), _allocate_like(operands.v, problem)
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
-    if grid := num_tiles * problem.num_heads_kv * problem.batch:
-        attention_dkdv[(grid,)](
-            *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.score_params,
-            common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
-            TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
-        )  # fmt: skip
-    return dk, dv
+    arguments = (
+        *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.score_params,
+        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+    )  # fmt: skip
+    constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
+    grid = num_tiles * problem.num_heads_kv * problem.batch
+    return dk, dv, _launch(attention_dkdv, grid, arguments, constexprs, config, again)
 
 
-def launch_dq(problem, config, common, operands, lse, delta, dout):
-    """dq, of the shape of q, contiguous."""
+def launch_dq(problem, config, common, operands, lse, delta, dout, again=False):
+    """(dq, of the shape of q, contiguous; its Relaunch or None)."""
     dq = _allocate_like(operands.q, problem)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
-    if grid := num_tiles * problem.num_heads * problem.batch:
-        attention_dq[(grid,)](
-            *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.score_params,
-            common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, TILE_M=config.tile_m,
-            TILE_N=config.tile_n, num_warps=config.num_warps, num_stages=config.num_stages, **common.shapes,
-        )  # fmt: skip
-    return dq
+    arguments = (
+        *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.score_params,
+        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+    )  # fmt: skip
+    constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
+    return dq, _launch(attention_dq, num_tiles * problem.num_heads * problem.batch, arguments, constexprs, config, again)
+
+
+def _launch(kernel, grid, arguments, constexprs, config, again):
+    """The kernel's Relaunch if it is to be launched again; None where there is nothing to launch, or no GPU."""
+    if grid == 0:
+        return None
+    return first_launch(kernel, (grid, 1, 1), arguments, constexprs, config.num_warps, config.num_stages, again)
 
 
 def _inputs(operands, lse, delta, dout):

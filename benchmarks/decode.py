@@ -1,0 +1,169 @@
+"""Decoding on a key-value cache against SDPA's cuDNN backend, FlashAttention-3 where it is installed, and the copy rate.
+
+    python benchmarks/decode.py OUT.json [--commit HASH] [--rounds 7]
+
+One query token a sequence, head dim 128, bf16, random data. Every call is replayed from a CUDA graph with a cold L2 cache; all
+implementations of a row take turns in rounds, and a row has the medians. TB/s counts the bytes of the keys and values in use.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from flashtile import attention_with_kvcache  # noqa: E402
+from flashtile.bench import record  # noqa: E402
+
+DIM = 128
+# batch, cache length, query heads, key-value heads, page sizes beside the cache without pages
+ROWS = [
+    (1, 512, 32, 8, (64,)), (1, 2048, 32, 8, (64,)), (1, 8192, 32, 8, (16, 64)), (1, 32768, 32, 8, (64,)),
+    (1, 131072, 32, 8, (64,)), (1, 1 << 20, 32, 8, (64,)), (16, 8192, 32, 8, (1, 16, 64, 256)), (64, 8192, 32, 8, (16, 64)),
+    (64, 2048, 64, 8, (64,)), (128, 1024, 32, 32, (64,)),
+]  # fmt: skip
+
+
+def normal(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def in_pages(cache, page_size):
+    """The same slots as pages in random order, and the block table."""
+    batch, length, heads, dim = cache[0].shape
+    table = torch.randperm(batch * length // page_size, device="cuda").int()
+    pages = []
+    for x in cache:
+        page = torch.empty(batch * length // page_size, page_size, heads, dim, device="cuda", dtype=x.dtype)
+        page[table.long()] = x.reshape(page.shape)
+        pages.append(page)
+    return pages, table.view(batch, -1)
+
+
+def implementations(batch, length, heads, heads_kv, page_sizes):
+    """{name: function} of a row; all compute the same, which is checked."""
+    q, cache = normal(batch, 1, heads, DIM), [normal(batch, length, heads_kv, DIM) for _ in range(2)]
+    lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, *cache)), enable_gqa=heads != heads_kv)
+
+    functions = {"flashtile": lambda: attention_with_kvcache(q, *cache, cache_seqlens=lengths), "sdpa-cudnn": cudnn}
+    for size in page_sizes:
+        pages, table = in_pages(cache, size)
+        functions[f"flashtile page {size}"] = lambda pages=pages, table=table: attention_with_kvcache(
+            q, *pages, cache_seqlens=lengths, block_table=table)  # fmt: skip
+    fa3 = load_fa3()
+    if fa3:
+        functions["fa3"] = lambda: fa3.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths)
+    expected = cudnn().transpose(1, 2).float()
+    for name, function in functions.items():
+        if name.startswith("flashtile"):
+            torch.testing.assert_close(function().float(), expected, rtol=2e-2, atol=2e-3)
+    return functions, sum(x.numel() * x.element_size() for x in cache)
+
+
+def ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
+    """Lengths log-uniform from 1 to `longest`, in pages."""
+    lengths = (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
+    used = (lengths + page_size - 1) // page_size
+    first = used.cumsum(0) - used
+    pages = [normal(int(used.sum()), page_size, heads_kv, DIM) for _ in range(2)]
+    order = torch.randperm(len(pages[0]), device="cuda")
+    entry = first[:, None] + torch.arange(longest // page_size, device="cuda")
+    table = order[entry.clamp(max=len(order) - 1)].int().contiguous()
+    q = normal(batch, 1, heads, DIM)
+    function = lambda: attention_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table)  # noqa: E731
+    return {f"flashtile page {page_size}": function}, int(lengths.sum()) * heads_kv * 2 * DIM * 2
+
+
+def load_fa3():
+    try:
+        import fa3_fwd_config
+
+        sys.modules.setdefault("flash_attn_config", fa3_fwd_config)
+        import fa3_fwd_interface
+    except ImportError:
+        return None
+    return fa3_fwd_interface
+
+
+def captured(function):
+    """A function that replays a graph of one call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph.replay
+
+
+def medians(functions, rounds):
+    """{name: median µs} of functions that take turns."""
+    times = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            times[name].append(1e3 * do_bench(function, warmup=2, rep=15, return_mode="median"))
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+
+
+def copy_rate(rounds):
+    """TB/s of a device copy of 512 MiB, bytes read plus written."""
+    source = normal(1 << 28)
+    target = torch.empty_like(source)
+    return 4 * source.numel() / medians({"copy": lambda: target.copy_(source)}, rounds)["copy"] / 1e6
+
+
+def host_us(function, calls=100, repeats=5):
+    """µs of the host to queue one call: the fastest of a few series of calls that do not fill the queue."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return round(min(times), 2)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--commit", help="commit to record where there is no .git")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    copy_tbps = copy_rate(arguments.rounds)
+    document = {"env": record.environment(torch.device("cuda", 0), arguments.commit), "copy_tbps": round(copy_tbps, 3),
+                "command": "python benchmarks/decode.py", "rounds": arguments.rounds, "rows": []}  # fmt: skip
+    cells = [(dict(batch=b, length=n, nheads=h, nheads_kv=kv), lambda row=(b, n, h, kv, pages): implementations(*row))
+             for b, n, h, kv, pages in ROWS]  # fmt: skip
+    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8), ragged))
+    for config, make in cells:
+        functions, kv_bytes = make()
+        us = medians({name: captured(function) for name, function in functions.items()}, arguments.rounds)
+        row = {"config": config, "kv_bytes": kv_bytes, "us": us,
+               "of_copy": {name: round(kv_bytes / value / 1e6 / copy_tbps, 3) for name, value in us.items()}}  # fmt: skip
+        if config["batch"] == 1 and config["length"] == 8192:
+            row["host_us"] = {name: host_us(function) for name, function in functions.items()}
+        document["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        arguments.out.write_text(json.dumps(document, indent=1))
+        del functions
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Where the keys of a sequence lie in a cache, and how many there are; read from device memory, limited to the cache."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.device.lengths import Lengths
+
+
+class CacheLayout(NamedTuple):
+    """Pointers to int32 index tensors, None where an option is off, and the bounds that hold for all sequences.
+
+    capacity: slots of a sequence, and its length where cache_seqlens is None. num_rows: pages, or rows of a cache without
+    pages.
+    """
+
+    cache_seqlens: Any
+    block_table: Any
+    cache_batch_idx: Any
+    cache_leftpad: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
+    table_stride: Any
+    seqlen_new: Any
+    capacity: Any
+    num_rows: Any
+
+
+class Slots(NamedTuple):
+    """Of a sequence: slots in use before new keys came and after, and the first one that is its own."""
+
+    before: Any
+    stop: Any
+    begin: Any
+
+
+@triton.jit
+def _clamp(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def load_slots(layout, batch, mask):
+    """Slots of one sequence, or of a vector of sequences with a mask."""
+    if layout.cache_seqlens is None:
+        before = batch * 0 + layout.capacity
+    else:
+        before = _clamp(tl.load(layout.cache_seqlens + batch, mask=mask, other=0), 0, layout.capacity)
+    if layout.cu_seqlens_k_new is None:
+        new = layout.seqlen_new
+    else:
+        new = tl.load(layout.cu_seqlens_k_new + batch + 1, mask=mask, other=0)
+        new = _clamp(new - tl.load(layout.cu_seqlens_k_new + batch, mask=mask, other=0), 0, layout.capacity)
+    stop = tl.minimum(before + new, layout.capacity)
+    if layout.cache_leftpad is None:
+        begin = batch * 0
+    else:
+        begin = _clamp(tl.load(layout.cache_leftpad + batch, mask=mask, other=0), 0, stop)
+    return Slots(before, stop, begin)
+
+
+@triton.jit
+def load_queries(layout, batch, mask, seqlen_q):
+    """(first row in packed queries, number of queries) of one sequence, or of a vector of them."""
+    if layout.cu_seqlens_q is None:
+        return batch * 0, batch * 0 + seqlen_q
+    else:
+        start = tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0)
+        return start, _clamp(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0) - start, 0, seqlen_q)
+
+
+@triton.jit
+def load_cache_lengths(layout, batch, mask, seqlen_q):
+    """Lengths; start_k is the slot of the first key."""
+    slots = load_slots(layout, batch, mask)
+    start_q, length_q = load_queries(layout, batch, mask, seqlen_q)
+    return Lengths(start_q, slots.begin, length_q, slots.stop - slots.begin)
+
+
+@triton.jit
+def cache_row(layout, batch):
+    """The row of a sequence in a cache without pages."""
+    if layout.cache_batch_idx is None:
+        return batch
+    else:
+        return _clamp(tl.load(layout.cache_batch_idx + batch), 0, layout.num_rows - 1)
+
+
+@triton.jit
+def load_pages(layout, batch, index, mask):
+    """Pages of table entries `index`, limited to those that exist; only entries under the mask are read."""
+    entries = tl.load(layout.block_table + batch.to(tl.int64) * layout.table_stride + index, mask=mask, other=0)
+    return _clamp(entries, 0, layout.num_rows - 1)

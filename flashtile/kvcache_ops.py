@@ -1,0 +1,154 @@
+"""The torch ops on a key-value cache; `ops` is their sibling with gradients.
+
+Two ops of one schema: one writes new keys and values into the cache and declares it, the other only reads. Like those of
+`ops` they validate, plan and launch; a repeated call finds all that in memory, and is then only its launches.
+"""
+
+import torch
+
+from flashtile import dispatch, settings
+from flashtile.device.launch import Remembered
+from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
+from flashtile.ops import _on_device_of, _unobserved
+
+_TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
+_OPTIONS = (
+    "SymInt? max_seqlen_q, bool rotary_interleaved, bool causal, SymInt? window_left, "
+    "SymInt? window_right, float? softmax_scale, float softcap, SymInt num_splits, bool return_lse"
+)
+_RETURNS = "(Tensor out, Tensor lse)"
+torch.library.define("flashtile::kvcache", f"(Tensor q, Tensor k_cache, Tensor v_cache, {_TENSORS}, {_OPTIONS}) -> {_RETURNS}")
+torch.library.define(
+    "flashtile::kvcache_append",
+    f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_TENSORS}, {_OPTIONS}) -> {_RETURNS}",
+)
+_NUM_TENSORS = len(CacheOperands._fields)
+# Calls by what they depend on
+_BOUND = Remembered()
+
+
+def _bind(operands, options):
+    """The function of operands -> (out, lse) of a call: checked, planned, compiled."""
+    problem = CacheProblem.from_tensors(operands, options)
+    plan = dispatch.plan_for(problem, operands.q.device, "decode")
+    return plan.module.bind_decode(problem, plan.configs, operands)
+
+
+def _run(operands, options):
+    """(out, lse or None) of a checked call."""
+    call = _bind(operands, options)
+    if operands.q.is_cuda and not settings.debug():
+        # On a CPU the values of lengths and tables are checked in each call
+        _BOUND[_key(operands, options)] = call
+    with _on_device_of(operands.q):
+        return call(operands)
+
+
+def _key(operands, options):
+    """What a bound call depends on: everything but the data."""
+    of_tensors = [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands]
+    return *of_tensors, *options
+
+
+def _known(operands, options):
+    """The bound call of a repeated one, or None; what it is asked about may be of any type."""
+    try:
+        return _BOUND.get(_key(operands, options))
+    except (AttributeError, TypeError):
+        # Not a tensor, or without a hash: the checks say so
+        return None
+
+
+def _op(*arguments):
+    operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
+    call = _known(operands, options)
+    if call is None or settings.debug():
+        out, lse = _run(operands, options)
+    else:
+        with _on_device_of(operands.q):
+            out, lse = call(operands)
+    return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
+
+
+def _lse_dtype(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fake(*arguments):
+    operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
+    problem = CacheProblem.from_tensors(operands, options)
+    q = operands.q
+    out = q.new_empty((*q.shape[:-1], operands.v_cache.shape[-1]), dtype=problem.out_dtype)
+    return out, q.new_empty(problem.lse_shape if options.return_lse else (0,), dtype=_lse_dtype(q))
+
+
+for _name in ("flashtile::kvcache", "flashtile::kvcache_append"):
+    torch.library.impl(_name, ("CPU", "CUDA"), _op)
+    torch.library.register_fake(_name, _fake)
+
+kvcache_op = torch.ops.flashtile.kvcache.default
+kvcache_append_op = torch.ops.flashtile.kvcache_append.default
+
+
+def attention_with_kvcache(operands, options):
+    """`flashtile.attention_with_kvcache` on CacheOperands and CacheOptions."""
+    if isinstance(operands.cache_seqlens, (int, torch.SymInt)):
+        check_cache_arguments(operands, options)
+        operands = operands._replace(cache_seqlens=_lengths(operands))
+    unobserved = _unobserved(*operands[:3])
+    call = None
+    if unobserved and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
+        call = _known(operands, options)
+    if call is not None:
+        with _on_device_of(operands.q):
+            out, lse = call(operands)
+    else:
+        check_cache_arguments(operands, options)
+        if unobserved:
+            out, lse = _run(operands, options)
+        else:
+            out, lse = (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
+    return (out, lse) if options.return_lse else out
+
+
+def _differentiable(operands):
+    """Whether a gradient is asked of the tensors that a model makes."""
+    return any(getattr(x, "requires_grad", False) for x in (operands.q, operands.k, operands.v))
+
+
+def _lengths(operands):
+    """One int for all sequences, as cache_seqlens."""
+    q, cu_seqlens = operands.q, operands.cu_seqlens_q
+    batch = q.shape[:1].numel() if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.full((batch,), operands.cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+torch.library.define("flashtile::combine", "(Tensor out_partial, Tensor lse_partial, ScalarType out_dtype) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("flashtile::combine", "CPU")
+def _combine_cpu(out_partial, lse_partial, out_dtype):
+    from flashtile.reference import kvcache
+
+    return kvcache.combine(out_partial, lse_partial, out_dtype)
+
+
+@torch.library.impl("flashtile::combine", "CUDA")
+def _combine_cuda(out_partial, lse_partial, out_dtype):
+    from flashtile.portable import combine
+
+    out, lse = _combine_fake(out_partial, lse_partial, out_dtype)
+    with _on_device_of(out_partial):
+        combine.launch(out_partial, lse_partial, out, lse)
+    return out, lse
+
+
+@torch.library.register_fake("flashtile::combine")
+def _combine_fake(out_partial, lse_partial, out_dtype):
+    return out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype), lse_partial.new_empty(lse_partial.shape[1:])
+
+
+def combine(out_partial, lse_partial, out_dtype):
+    """`flashtile.combine`."""
+    check_combine(out_partial, lse_partial)
+    return torch.ops.flashtile.combine.default(out_partial, lse_partial, out_dtype or out_partial.dtype)

@@ -1,0 +1,453 @@
+"""CacheProblem: the frozen description of one call on a key-value cache; the sibling of AttentionProblem.
+
+Its from_tensors is the only place that checks such a call. Imports neither triton nor a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
+from flashtile.problem import (
+    DTYPES,
+    HEAD_DIM_MULTIPLE,
+    INT32_MAX,
+    MAX_HEAD_DIM,
+    _check_cu_seqlens_values,
+    _check_index,
+    _check_per_head,
+    _checked_window,
+    _values_readable,
+    visible_pairs,
+)
+
+FP8 = torch.float8_e4m3fn
+MAX_SPLITS = 256
+
+
+class CacheOperands(NamedTuple):
+    """The tensors of one call on a cache; None where an option is off. Shapes as in `flashtile.attention_with_kvcache`."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    # new keys and values
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    cache_seqlens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    cache_leftpad: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k_new: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_seqlens: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+
+class CacheOptions(NamedTuple):
+    """What a call has beside tensors, in the order of the op."""
+
+    max_seqlen_q: int | None
+    rotary_interleaved: bool
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    softmax_scale: float | None
+    softcap: float
+    num_splits: int
+    return_lse: bool
+
+    @classmethod
+    def of_call(cls, max_seqlen_q, rotary_interleaved, causal, window, *rest):
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise DtypeError(explain("window", "a pair (left, right) of int or None", repr(window),
+                                     "Unbounded is (None, None)."))  # fmt: skip
+        return cls(max_seqlen_q, rotary_interleaved, causal, *window, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheProblem:
+    """One call on a cache without its data; lengths are on the device, so only their bound is known.
+
+    capacity: tokens that a sequence can have. seqlen_q: queries of a sequence (the most of them in a packed call).
+    """
+
+    batch: int
+    seqlen_q: int
+    capacity: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    # None: one row of the cache a sequence
+    page_size: int | None = None
+    # of a batched k; packed ones have total_new
+    seqlen_new: int = 0
+    total_q: int | None = None
+    total_new: int | None = None
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    # query i is rotated by its own position, else all by that of the first
+    rotary_moves: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    num_splits: int = 0
+    has_leftpad: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    has_descale: bool = False
+    return_lse: bool = False
+    # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
+    wide_rows: bool = False
+
+    @classmethod
+    def from_tensors(cls, operands, options):
+        """Check a call and describe it.
+
+        Args:
+            operands: CacheOperands. options: CacheOptions.
+        Raises:
+            ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came.
+        """
+        q, k_cache, v_cache = operands[:3]
+        packed = operands.cu_seqlens_q is not None
+        _check_rows("q", q, q, 3 if packed else 4, "(total_q, heads, dim)" if packed else "(batch, seqlen_q, heads, dim)")
+        paged = operands.block_table is not None
+        layout = "(pages, page_size, heads, dim)" if paged else "(batch_cache, seqlen_cache, heads, dim)"
+        _check_rows("k_cache", k_cache, q, 4, layout)
+        _check_rows("v_cache", v_cache, q, 4, layout)
+        _check_dtypes(operands)
+        _check_head_dims(q, k_cache, v_cache)
+        if packed:
+            _check_index("cu_seqlens_q", operands.cu_seqlens_q, q.device, None)
+            if operands.cu_seqlens_q.shape[0] < 2:
+                raise ShapeError(explain("cu_seqlens_q", "shape (batch + 1,) with batch >= 1",
+                                         f"shape {tuple(operands.cu_seqlens_q.shape)}"))  # fmt: skip
+            batch, seqlen_q = operands.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
+            if not 0 <= seqlen_q <= INT32_MAX:
+                raise ValueRangeError(explain("max_seqlen_q", f"0 <= max_seqlen_q <= {INT32_MAX}", seqlen_q))
+        else:
+            batch, seqlen_q = q.shape[:2]
+        capacity = _check_cache(operands, batch)
+        num_heads, head_dim = q.shape[-2:]
+        num_heads_kv, head_dim_v = v_cache.shape[-2:]
+        seqlen_new = _check_new(operands, batch)
+        _check_lengths(operands, batch)
+        rotary_dim = _check_rotary(operands, head_dim)
+        _check_descales(operands, batch, num_heads_kv)
+        _check_per_head(operands, batch, num_heads)
+        window = _checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
+        scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+        if not math.isfinite(scale):
+            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
+        if not (math.isfinite(options.softcap) and options.softcap >= 0):
+            raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", options.softcap))
+        if not 0 <= options.num_splits <= MAX_SPLITS:
+            raise ValueRangeError(explain("num_splits", f"0 (flashtile chooses) to {MAX_SPLITS}", options.num_splits))
+        if _values_readable(q):
+            _check_values(operands, batch, seqlen_q, capacity, seqlen_new)
+        row = 0 if packed else 1
+        return cls(
+            batch=batch, seqlen_q=seqlen_q, capacity=capacity, num_heads=num_heads, num_heads_kv=num_heads_kv,
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype, cache_dtype=k_cache.dtype,
+            page_size=k_cache.shape[1] if paged else None, seqlen_new=seqlen_new,
+            total_q=q.shape[0] if packed else None,
+            total_new=None if operands.cu_seqlens_k_new is None else operands.k.shape[0], rotary_dim=rotary_dim,
+            rotary_interleaved=options.rotary_interleaved,
+            rotary_moves=options.causal or options.window_left is not None or options.window_right is not None, window=window,
+            softmax_scale=scale, softcap=options.softcap, num_splits=options.num_splits,
+            has_leftpad=operands.cache_leftpad is not None, has_alibi=operands.alibi_slopes is not None,
+            has_sinks=operands.sinks is not None,
+            has_descale=any(x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)),
+            return_lse=options.return_lse,
+            wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= 2**22,
+        )  # fmt: skip
+
+    @property
+    def varlen(self) -> bool:
+        return self.total_q is not None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the right side of the window is closed at the diagonal."""
+        return self.window[1] == 0
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def appends(self) -> bool:
+        return self.seqlen_new > 0 or self.total_new is not None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """That of q; fp8 queries give bfloat16."""
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
+
+    def flops(self, lengths) -> int:
+        """Matmul FLOPs of the visible pairs. lengths: keys of each sequence, with the new ones."""
+        pairs = sum(visible_pairs(self.seqlen_q, length, self.window) for length in lengths)
+        return 2 * (self.head_dim + self.head_dim_v) * self.num_heads * pairs
+
+    def bytes_moved(self, lengths) -> int:
+        """Bytes of a pass that reads q and each visible key and value once, and writes out once."""
+        left = self.window[0]
+        keys = sum(length if left is None else min(length, left + self.seqlen_q) for length in lengths)
+        rows_q = self.total_q if self.varlen else self.batch * self.seqlen_q
+        kv = keys * self.num_heads_kv * (self.head_dim + self.head_dim_v) * self.cache_dtype.itemsize
+        q_and_out = self.head_dim * self.dtype.itemsize + self.head_dim_v * self.out_dtype.itemsize
+        return kv + rows_q * self.num_heads * q_and_out
+
+
+def check_cache_arguments(operands, options):
+    """Check what the op's schema would refuse without our words: types, and tensors that come in pairs."""
+    for name, value in zip(CacheOperands._fields, operands):
+        if not isinstance(value, torch.Tensor) and (value is not None or name in ("q", "k_cache", "v_cache")):
+            if name == "cache_seqlens" and _is_int(value):
+                continue
+            expected = "an int or an int32 tensor" if name == "cache_seqlens" else "a torch.Tensor"
+            raise DtypeError(explain(name, expected, type(value).__name__))
+    for name in ("rotary_interleaved", "causal", "return_lse"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise DtypeError(explain(name, "True or False", repr(value)))
+    for name in ("softmax_scale", "softcap"):
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) and (value is not None or name == "softcap"):
+            raise DtypeError(explain(name, "a number", repr(value), "Call .item() on a tensor once, outside the loop."))
+    if isinstance(options.num_splits, bool) or not isinstance(options.num_splits, (int, torch.SymInt)):
+        raise DtypeError(explain("num_splits", "an int", repr(options.num_splits)))
+    if operands.cu_seqlens_q is not None and not _is_int(options.max_seqlen_q):
+        raise DtypeError(explain("max_seqlen_q", "an int beside cu_seqlens_q", type(options.max_seqlen_q).__name__,
+                                 "Take it where the batch is packed: int(lengths.max()) waits for the device."))  # fmt: skip
+    for one, other in (("k", "v"), ("rotary_cos", "rotary_sin")):
+        if (getattr(operands, one) is None) != (getattr(operands, other) is None):
+            missing, given = (one, other) if getattr(operands, one) is None else (other, one)
+            raise ShapeError(explain(missing, f"a tensor, since {given} is given", None, "Pass both, or neither."))
+    if operands.k is None:
+        for name in ("rotary_cos", "rotary_seqlens", "cu_seqlens_k_new"):
+            if getattr(operands, name) is not None:
+                raise ShapeError(explain("k", f"new keys and values beside {name}", None, "Leave both out, or pass k and v."))
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands):
+        raise UnsupportedError(explain("attention_with_kvcache", "tensors without gradients", "requires_grad=True",
+                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _shape(x) -> str:
+    return f"shape {tuple(x.shape)}"
+
+
+def _check_rows(name, x, q, rank, layout) -> None:
+    """Rank, device and last stride of a tensor of rows."""
+    if x.dim() != rank:
+        raise ShapeError(explain(name, f"{rank} dims {layout}", _shape(x)))
+    if x.device != q.device:
+        raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+        raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
+                                 f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
+
+
+def _check_dtypes(operands) -> None:
+    q, k_cache, v_cache = operands[:3]
+    if q.device.type not in ("cuda", "cpu"):
+        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    if q.dtype not in (*DTYPES, FP8):
+        raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dtype not in (q.dtype, FP8):
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
+    if v_cache.dtype != k_cache.dtype:
+        raise DtypeError(explain("v_cache", f"the dtype of k_cache, {k_cache.dtype}", v_cache.dtype))
+    for name, x in (("k", operands.k), ("v", operands.v)):
+        if x is not None and x.dtype != k_cache.dtype and not (k_cache.dtype == FP8 and x.dtype in DTYPES):
+            raise DtypeError(explain(name, f"the dtype of the cache, {k_cache.dtype}", x.dtype,
+                                     f"Cast it: {name}.to({name}_cache.dtype); a cache of {FP8} takes any."))  # fmt: skip
+
+
+def _check_head_dims(q, k_cache, v_cache) -> None:
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        raise ShapeError(explain("v_cache", f"all but the last dim of k_cache, {tuple(k_cache.shape[:-1])}", _shape(v_cache)))
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise ShapeError(explain("k_cache", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k_cache.shape[-1]}"))
+    heads, heads_kv = q.shape[-2], k_cache.shape[-2]
+    if heads == 0 or heads_kv == 0 or heads % heads_kv != 0:
+        raise ShapeError(explain("q", "heads that are a multiple of the heads of the cache", f"{heads} and {heads_kv}"))
+    for name, x in (("q", q), ("v_cache", v_cache)):
+        dim = x.shape[-1]
+        if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
+            raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}"))
+
+
+def _check_cache(operands, batch) -> int:
+    """The cache's layout; returns the tokens that a sequence can have."""
+    q, k_cache, table = operands.q, operands.k_cache, operands.block_table
+    if table is not None:
+        if table.dtype != torch.int32:
+            raise DtypeError(explain("block_table", "dtype torch.int32", table.dtype, "Cast it: block_table.to(torch.int32)."))
+        if table.device != q.device:
+            raise DeviceError(explain("block_table", f"the device of q, {q.device}", table.device))
+        if table.dim() != 2 or table.shape[0] != batch:
+            raise ShapeError(explain("block_table", f"shape ({batch}, pages of a sequence)", _shape(table)))
+        if table.stride(1) != 1 and table.shape[1] > 1:
+            raise ShapeError(explain("block_table", "a contiguous last dim (stride 1)", f"strides {table.stride()}"))
+        if operands.cache_batch_idx is not None:
+            raise ShapeError(explain("cache_batch_idx", "None beside block_table, which says where the pages are", "a tensor"))
+        if k_cache.shape[0] == 0 or k_cache.shape[1] == 0:
+            raise ShapeError(explain("k_cache", "at least one page of at least one token", _shape(k_cache)))
+        capacity = table.shape[1] * k_cache.shape[1]
+    else:
+        if operands.cache_batch_idx is not None:
+            _check_index("cache_batch_idx", operands.cache_batch_idx, q.device, batch)
+        elif k_cache.shape[0] != batch:
+            raise ShapeError(explain("k_cache", f"a row for each sequence of q, {batch}", f"{k_cache.shape[0]} rows",
+                                     "cache_batch_idx says which rows a larger cache's sequences are."))  # fmt: skip
+        capacity = k_cache.shape[1]
+    if capacity > INT32_MAX // 2:
+        raise ShapeError(explain("k_cache", f"at most {INT32_MAX // 2} tokens a sequence", capacity))
+    return capacity
+
+
+def _check_new(operands, batch) -> int:
+    """New keys and values; returns how many a sequence gets, 0 for packed ones."""
+    k, v, k_cache, v_cache = operands.k, operands.v, operands.k_cache, operands.v_cache
+    if k is None:
+        return 0
+    packed = operands.cu_seqlens_k_new is not None
+    layout = "(total_new, heads, dim)" if packed else "(batch, seqlen_new, heads, dim)"
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _check_rows(name, x, operands.q, 3 if packed else 4, layout)
+        if x.shape[-2:] != cache.shape[-2:]:
+            raise ShapeError(explain(name, f"heads and dim of {name}_cache, {tuple(cache.shape[-2:])}", _shape(x)))
+        if not packed and x.shape[0] != batch:
+            raise ShapeError(explain(name, f"the batch of q, {batch}", f"batch {x.shape[0]}"))
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ShapeError(explain("v", f"all but the last dim of k, {tuple(k.shape[:-1])}", _shape(v)))
+    if packed:
+        _check_index("cu_seqlens_k_new", operands.cu_seqlens_k_new, operands.q.device, batch + 1)
+        return 0
+    return k.shape[1]
+
+
+def _check_lengths(operands, batch) -> None:
+    if operands.cache_seqlens is None and operands.k is not None:
+        raise ShapeError(explain("cache_seqlens", "the lengths before the append, since k is given", None))
+    for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens"):
+        if getattr(operands, name) is not None:
+            _check_index(name, getattr(operands, name), operands.q.device, batch)
+
+
+def _check_rotary(operands, head_dim) -> int:
+    """Columns that are rotated, 0 without rotary_cos."""
+    cos, sin = operands.rotary_cos, operands.rotary_sin
+    if cos is None:
+        if operands.rotary_seqlens is not None:
+            raise ShapeError(explain("rotary_cos", "a tensor, since rotary_seqlens is given", None))
+        return 0
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        _check_rows(name, x, operands.q, 2, "(seqlen_rotary, rotary_dim / 2)")
+        if x.dtype not in DTYPES:
+            raise DtypeError(explain(name, "a floating dtype", x.dtype))
+    if sin.shape != cos.shape or sin.stride() != cos.stride() or sin.dtype != cos.dtype:
+        expected = f"shape, strides and dtype of rotary_cos, {tuple(cos.shape)}, {cos.stride()}, {cos.dtype}"
+        raise ShapeError(explain("rotary_sin", expected, f"{tuple(sin.shape)}, {sin.stride()}, {sin.dtype}"))
+    if not 0 < 2 * cos.shape[1] <= head_dim or cos.shape[0] == 0:
+        raise ShapeError(explain("rotary_cos", f"shape (seqlen_rotary, at most {head_dim // 2})", _shape(cos)))
+    return 2 * cos.shape[1]
+
+
+def _check_descales(operands, batch, num_heads_kv) -> None:
+    for name, x, of in (("q_descale", operands.q_descale, operands.q), ("k_descale", operands.k_descale, operands.k_cache),
+                        ("v_descale", operands.v_descale, operands.v_cache)):  # fmt: skip
+        if x is None:
+            continue
+        if of.dtype != FP8:
+            raise DtypeError(explain(name, f"None beside {name[0]} of {of.dtype}", "a tensor", f"It goes with {FP8}."))
+        if x.dtype != torch.float32:
+            raise DtypeError(explain(name, "dtype torch.float32", x.dtype, f"Cast it: {name}.float()."))
+        if x.device != operands.q.device:
+            raise DeviceError(explain(name, f"the device of q, {operands.q.device}", x.device))
+        if tuple(x.shape) != (batch, num_heads_kv):
+            raise ShapeError(explain(name, f"shape ({batch}, {num_heads_kv}), (batch, heads of the cache)", _shape(x)))
+
+
+def _check_values(operands, batch, seqlen_q, capacity, seqlen_new) -> None:
+    """What index tensors hold; an error says which sequence."""
+    if operands.cu_seqlens_q is not None:
+        _check_cu_seqlens_values("cu_seqlens_q", operands.cu_seqlens_q.tolist(), operands.q.shape[0], seqlen_q)
+    new = [seqlen_new] * batch
+    if operands.cu_seqlens_k_new is not None:
+        bounds = operands.cu_seqlens_k_new.tolist()
+        _check_cu_seqlens_values("cu_seqlens_k_new", bounds, operands.k.shape[0], INT32_MAX)
+        new = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    before = [capacity] * batch if operands.cache_seqlens is None else operands.cache_seqlens.tolist()
+    for b, (old, more) in enumerate(zip(before, new, strict=True)):
+        if not 0 <= old <= capacity - more:
+            room = f"0 to {capacity - more}, what {capacity} slots leave before {more} new keys"
+            raise ValueRangeError(explain(f"cache_seqlens[{b}]", room, old))
+    stops = [old + more for old, more in zip(before, new, strict=True)]
+    for name, x, limits in (
+        ("cache_leftpad", operands.cache_leftpad, stops),
+        ("cache_batch_idx", operands.cache_batch_idx, [operands.k_cache.shape[0] - 1] * batch),
+    ):
+        for b, value in enumerate([] if x is None else x.tolist()):
+            if not 0 <= value <= limits[b]:
+                raise ValueRangeError(explain(f"{name}[{b}]", f"0 to {limits[b]}", value))
+    if operands.block_table is not None:
+        num_pages, page_size = operands.k_cache.shape[:2]
+        for b, pages in enumerate(operands.block_table.tolist()):
+            for i, page in enumerate(pages[: -(-stops[b] // page_size)]):
+                if not 0 <= page < num_pages:
+                    raise ValueRangeError(explain(f"block_table[{b}, {i}]", f"a page, 0 to {num_pages - 1}", page,
+                                                  f"Sequence {b} uses it: its length is {stops[b]}."))  # fmt: skip
+    if operands.rotary_cos is not None:
+        begins = before if operands.rotary_seqlens is None else operands.rotary_seqlens.tolist()
+        for b, begin in enumerate(begins):
+            last = begin + max(new[b], seqlen_q if operands.cu_seqlens_q is None else 1) - 1
+            if not (0 <= begin and last < operands.rotary_cos.shape[0]):
+                raise ValueRangeError(explain(f"rotary_cos, sequence {b}", f"a row for each of its positions {begin} to {last}",
+                                              f"{operands.rotary_cos.shape[0]} rows"))  # fmt: skip
+
+
+def check_combine(out_partial, lse_partial) -> None:
+    """Check the arguments of `flashtile.combine`."""
+    for name, x, rank in (("out_partial", out_partial, 5), ("lse_partial", lse_partial, 4)):
+        if not isinstance(x, torch.Tensor):
+            raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+        if x.dim() != rank:
+            layout = "(splits, batch, seqlen_q, heads, dim)" if rank == 5 else "(splits, batch, heads, seqlen_q)"
+            raise ShapeError(explain(name, f"{rank} dims {layout}", _shape(x)))
+    if out_partial.dtype not in DTYPES[:3]:
+        raise DtypeError(explain("out_partial", "dtype float32, float16 or bfloat16", out_partial.dtype))
+    if lse_partial.dtype != torch.float32:
+        raise DtypeError(explain("lse_partial", "dtype torch.float32", lse_partial.dtype))
+    if lse_partial.device != out_partial.device:
+        raise DeviceError(explain("lse_partial", f"the device of out_partial, {out_partial.device}", lse_partial.device))
+    splits, batch, seqlen_q, heads, dim = out_partial.shape
+    if lse_partial.shape != (splits, batch, heads, seqlen_q):
+        raise ShapeError(explain("lse_partial", f"shape {(splits, batch, heads, seqlen_q)}", _shape(lse_partial)))
+    if not 0 < dim <= 2 * MAX_HEAD_DIM:
+        raise ShapeError(explain("out_partial", f"a last dim of 1 to {2 * MAX_HEAD_DIM}", dim))
+    if out_partial.stride(-1) != 1 and dim > 1:
+        raise ShapeError(explain("out_partial", "a contiguous last dim (stride 1)", f"strides {out_partial.stride()}"))

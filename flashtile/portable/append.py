@@ -1,0 +1,193 @@
+"""New keys and values into the cache, in place, and rotary embedding of them and of the queries: one launch before attention.
+
+A program owns a few heads of one token: of k and v, which it writes to the token's slot, or of q, whose rotated copy attention
+then reads. A slot past the cache or on a page that does not exist is not written.
+Source: Su et al. 2021, RoFormer (rotary embedding).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile import hardware
+from flashtile.device import cache
+from flashtile.portable.arguments import layout_of, rows_of
+from flashtile.portable.launch import Kernel
+
+# Heads of a program; the largest finite number of fp8 (e4m3)
+HEADS = 16
+FP8_MAX = tl.constexpr(448.0)
+
+
+class Rotary(NamedTuple):
+    """cos, sin: (length, rotary_dim / 2); seqlens: where the positions of each sequence begin; None where off."""
+
+    cos: Any
+    sin: Any
+    stride: Any
+    length: Any
+    seqlens: Any
+
+
+@triton.jit
+def _find(cu_seqlens, row, num_sequences, seqlen, BATCH_BLOCK: tl.constexpr):
+    """(sequence, place in it) of a row of packed or batched tensors; sequence num_sequences for a row behind the last."""
+    if cu_seqlens is None:
+        return row // seqlen, row % seqlen
+    else:
+        sequences = tl.arange(0, BATCH_BLOCK)
+        stops = tl.load(cu_seqlens + 1 + sequences, mask=sequences < num_sequences, other=2**31 - 1)
+        before = stops <= row
+        return tl.sum(before.to(tl.int32), 0), row - tl.max(tl.where(before, stops, 0), 0)
+
+
+@triton.jit
+def _load_rotated(ptr, head_stride, heads, mask, position, rotary, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+                  ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+    """(HEADS, BLOCK_DIM) fp32 of one token, the first ROTARY_DIM columns rotated."""
+    dims = tl.arange(0, BLOCK_DIM)
+    x = tl.load(ptr + heads[:, None] * head_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    if ROTARY_DIM > 0:
+        # Column d is turned together with its partner: (first, second) -> (first cos - second sin, second cos + first sin)
+        if INTERLEAVED:
+            partner = dims ^ 1
+            pair = dims // 2
+            is_first = dims % 2 == 0
+        else:
+            is_first = dims < ROTARY_DIM // 2
+            partner = tl.where(is_first, dims + ROTARY_DIM // 2, dims - ROTARY_DIM // 2)
+            pair = dims % (ROTARY_DIM // 2)
+        turned = dims < ROTARY_DIM
+        position = tl.minimum(tl.maximum(position, 0), rotary.length - 1).to(tl.int64)
+        cos = tl.load(rotary.cos + position * rotary.stride + pair, mask=turned, other=1.0).to(tl.float32)
+        sin = tl.load(rotary.sin + position * rotary.stride + pair, mask=turned, other=0.0).to(tl.float32)
+        sin = tl.where(is_first, -sin, sin)
+        other = tl.load(ptr + heads[:, None] * head_stride + partner[None, :], mask=mask & turned[None, :], other=0.0)
+        x = x * cos[None, :] + other.to(tl.float32) * sin[None, :]
+    return x
+
+
+@triton.jit
+def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, CONVERT: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """A token's heads to its slot. CONVERT: into fp8, divided by the descale of each head."""
+    if CONVERT:
+        if descale is not None:
+            x = x / tl.load(descale + batch * num_heads + heads, mask=heads < num_heads, other=1.0)[:, None]
+        x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
+    ptr = x_cache.ptr + page.to(tl.int64) * x_cache.batch_stride + place.to(tl.int64) * x_cache.row_stride
+    ptrs = ptr + heads[:, None] * x_cache.head_stride + tl.arange(0, BLOCK_DIM)[None, :]
+    tl.store(ptrs, x.to(x_cache.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_new", "num_sequences", "seqlen_new", "seqlen_q"])
+def append_rows(
+    q, q_rotated, k, v, k_cache, v_cache, layout, rotary, k_descale, v_descale, num_new, num_sequences,
+    seqlen_new, seqlen_q, num_heads, num_heads_kv, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, MOVES: tl.constexpr,
+    CONVERT_K: tl.constexpr, CONVERT_V: tl.constexpr, HEADS: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    HAS_DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Programs (row, heads): the first num_new rows are those of k and v, the others those of q. q, ...: Rows."""
+    if HAS_DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    dims_v = tl.arange(0, BLOCK_DV)
+    if row < num_new:
+        batch, place = _find(layout.cu_seqlens_k_new, row, num_sequences, seqlen_new, BATCH_BLOCK)
+        if batch < num_sequences:
+            slots = cache.load_slots(layout, batch, batch < num_sequences)
+            slot = slots.before + place
+            position = slot
+            if rotary.seqlens is not None:
+                position = tl.load(rotary.seqlens + batch) + place
+            x_row = row.to(tl.int64)
+            if layout.cu_seqlens_k_new is None:
+                x_row = place.to(tl.int64)
+            inside = slot < layout.capacity
+            if PAGE_SIZE == 0:
+                page = batch
+                if layout.cache_batch_idx is not None:
+                    page = tl.load(layout.cache_batch_idx + batch)
+                cache_slot = slot
+            else:
+                entry = layout.block_table + batch.to(tl.int64) * layout.table_stride + slot // PAGE_SIZE
+                page = tl.load(entry, mask=inside, other=-1)
+                cache_slot = slot % PAGE_SIZE
+            mask = (heads < num_heads_kv)[:, None] & inside & (page >= 0) & (page < layout.num_rows)
+            k_ptr = k.ptr + batch.to(tl.int64) * k.batch_stride + x_row * k.row_stride
+            mask_k = mask & (dims < HEAD_DIM)[None, :]
+            new_k = _load_rotated(k_ptr, k.head_stride, heads, mask_k, position, rotary, HEAD_DIM, BLOCK_D, ROTARY_DIM,
+                                  INTERLEAVED)  # fmt: skip
+            _store_new(new_k, heads, mask_k, k_cache, page, cache_slot, k_descale, batch, num_heads_kv, CONVERT_K,
+                       BLOCK_D)  # fmt: skip
+            v_ptr = v.ptr + batch.to(tl.int64) * v.batch_stride + x_row * v.row_stride
+            mask_v = mask & (dims_v < HEAD_DIM_V)[None, :]
+            new_v = _load_rotated(v_ptr, v.head_stride, heads, mask_v, position, rotary, HEAD_DIM_V, BLOCK_DV, 0, INTERLEAVED)
+            _store_new(new_v, heads, mask_v, v_cache, page, cache_slot, v_descale, batch, num_heads_kv, CONVERT_V,
+                       BLOCK_DV)  # fmt: skip
+    else:
+        row_q = row - num_new
+        batch, place = _find(layout.cu_seqlens_q, row_q, num_sequences, seqlen_q, BATCH_BLOCK)
+        if batch < num_sequences:
+            if rotary.seqlens is None:
+                position = cache.load_slots(layout, batch, batch < num_sequences).before
+            else:
+                position = tl.load(rotary.seqlens + batch)
+            if MOVES:
+                position += place
+            x_row = row_q.to(tl.int64)
+            if layout.cu_seqlens_q is None:
+                x_row = place.to(tl.int64)
+            mask_q = (heads < num_heads)[:, None] & (dims < HEAD_DIM)[None, :]
+            q_ptr = q.ptr + batch.to(tl.int64) * q.batch_stride + x_row * q.row_stride
+            rotated = _load_rotated(q_ptr, q.head_stride, heads, mask_q, position, rotary, HEAD_DIM, BLOCK_D, ROTARY_DIM,
+                                    INTERLEAVED)  # fmt: skip
+            out_ptr = q_rotated.ptr + batch.to(tl.int64) * q_rotated.batch_stride + x_row * q_rotated.row_stride
+            tl.store(out_ptr + heads[:, None] * q_rotated.head_stride + dims[None, :],
+                     rotated.to(q_rotated.ptr.dtype.element_ty), mask=mask_q)  # fmt: skip
+
+
+class Call:
+    """The kernel of calls with the shapes, strides, dtypes and alignments of operands; see `decode.Call`."""
+
+    def __init__(self, problem, operands):
+        q, k = operands.q, operands.k
+        self.problem = problem
+        self.rotates = problem.rotary_dim > 0
+        num_new = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
+        num_q = (q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]) if self.rotates else 0
+        heads = problem.num_heads if self.rotates else problem.num_heads_kv
+        self.shape = (num_new, problem.batch, problem.seqlen_new, problem.seqlen_q, problem.num_heads, problem.num_heads_kv)
+        constexprs = {
+            "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
+            "BLOCK_D": triton.next_power_of_2(problem.head_dim), "BLOCK_DV": triton.next_power_of_2(problem.head_dim_v),
+            "ROTARY_DIM": problem.rotary_dim, "INTERLEAVED": problem.rotary_interleaved, "MOVES": problem.rotary_moves,
+            "CONVERT_K": problem.cache_dtype != k.dtype, "CONVERT_V": problem.cache_dtype != operands.v.dtype,
+            "HEADS": min(HEADS, triton.next_power_of_2(heads)), "BATCH_BLOCK": triton.next_power_of_2(problem.batch),
+            "HAS_DEPENDENT": hardware.detect(q.device).sm >= 90,
+        }  # fmt: skip
+        self.is_empty = num_new + num_q == 0
+        self.kernel = Kernel(append_rows, (num_new + num_q, triton.cdiv(heads, HEADS)), constexprs, 4, 1)
+
+    def __call__(self, operands):
+        """Launch. Returns the queries that attention reads: q, or with rotary embedding a rotated copy in out's dtype."""
+        q = operands.q
+        q_rotated = torch.empty(q.shape, dtype=self.problem.out_dtype, device=q.device) if self.rotates else q
+        if not self.is_empty:
+            self.kernel(
+                (q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache, *operands[5:14], operands.k_descale,
+                 operands.v_descale),
+                lambda: self.arguments(operands, q_rotated),
+            )  # fmt: skip
+        return q_rotated
+
+    def arguments(self, operands, q_rotated):
+        cos = operands.rotary_cos
+        stride, length = (0, 0) if cos is None else (cos.stride(0), cos.shape[0])
+        rotary = Rotary(cos, operands.rotary_sin, stride, length, operands.rotary_seqlens)
+        rows = (rows_of(x) for x in (operands.q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache))
+        return (*rows, layout_of(self.problem, operands), rotary, operands.k_descale, operands.v_descale, *self.shape)

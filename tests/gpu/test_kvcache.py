@@ -1,0 +1,221 @@
+"""Attention on a key-value cache on a GPU: every case against float64, and what only a GPU can show."""
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cache_cases import BY_NAME, CASES, FP8_CASES, NO_PAGE, CacheCase, check_cache
+
+import flashtile
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Random configurations against float64; FLASHTILE_TEST_CONFIGURATIONS=1000 for a long run
+NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
+NUM_CHUNKS = 10
+
+
+def skip_without_fp8():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has fp8 (e4m3) from sm_89 on")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, dtype, poisoned):
+    check_cache(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_fp8(case, dtype, poisoned):
+    skip_without_fp8()
+    check_cache(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("case", [c.scaled(11) for c in CASES], ids=lambda case: case.name)
+def test_larger_case(case, poisoned):
+    """Eleven times as long: many parts a row tile, tiles of 64 queries, rows that no power of two divides."""
+    check_cache(case, torch.bfloat16, "cuda", seed=3)
+
+
+def random_case(seed):
+    draw = random.Random(seed)
+    batch, heads_kv = draw.choice([1, 2, 5, 9]), draw.choice([1, 2, 3])
+    seqlen_q = draw.choice([1, 1, 1, 2, 5, 33, 150])
+    packed, appends = draw.random() < 0.3, draw.random() < 0.5
+    capacity = draw.choice([200, 777, 2048])
+    lengths = tuple(draw.choice([0, 1, draw.randint(0, capacity - 150)]) for _ in range(batch))
+    lengths_q = tuple(draw.randint(0, seqlen_q) for _ in range(batch)) if packed else None
+    lengths_new = tuple(draw.randint(0, 150) for _ in range(batch)) if packed and appends else None
+    head_dim = 8 * draw.randint(1, 32)
+    window = (draw.randint(0, 300), draw.choice([0, 3, None]))
+    return CacheCase(
+        f"random_{seed}", lengths=lengths, seqlen_q=seqlen_q, new=seqlen_q if appends and not packed else None,
+        capacity=capacity, page_size=draw.choice([None, 1, 7, 16, 64, 128, 256]), heads=heads_kv * draw.choice([1, 2, 4, 8, 9]),
+        heads_kv=heads_kv, head_dim=head_dim, head_dim_v=draw.choice([None, 8 * draw.randint(1, 32)]), lengths_q=lengths_q,
+        lengths_new=lengths_new, tail=draw.choice([0, 3]) if packed else 0,
+        leftpad=tuple(draw.randint(0, n) for n in lengths) if draw.random() < 0.3 else None, causal=draw.random() < 0.5,
+        window=draw.choice([(None, None), (None, None), window]), softcap=draw.choice([0.0, 0.0, 4.0]),
+        alibi=draw.choice([None, None, "heads", "batch"]), sinks=draw.random() < 0.3,
+        rotary_dim=draw.choice([0, 8, min(64, head_dim)]) if appends else 0, interleaved=draw.random() < 0.5,
+        num_splits=draw.choice([0, 0, 0, 1, 3, 16]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_random_configurations(chunk, poisoned):
+    for seed in range(chunk, NUM_CONFIGURATIONS, NUM_CHUNKS):
+        check_cache(random_case(seed), DTYPES[seed % 2], "cuda", seed=seed)
+
+
+def serving_call(batch, capacity=3000, page_size=16, heads=8, heads_kv=2, seqlen_q=1, dim=128):
+    """(q, k_cache, v_cache), options of a ragged batch in pages; the first sequences do not depend on the batch."""
+    draw = torch.Generator().manual_seed(0)
+    pages = -(-capacity // page_size)
+    q = torch.randn(batch, seqlen_q, heads, dim, generator=draw).to("cuda", torch.bfloat16)
+    caches = [torch.randn(batch * pages, page_size, heads_kv, dim, generator=draw).to("cuda", torch.bfloat16) for _ in range(2)]
+    lengths = torch.randint(1, capacity, (batch,), generator=draw, dtype=torch.int32).cuda()
+    table = torch.randperm(batch * pages, generator=draw).int().view(batch, pages).cuda()
+    return (q, *caches), dict(cache_seqlens=lengths, block_table=table)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_fixed_splits_do_not_depend_on_the_batch(seqlen_q):
+    (q, k_cache, v_cache), options = serving_call(37, seqlen_q=seqlen_q)
+    together = flashtile.attention_with_kvcache(q, k_cache, v_cache, causal=True, num_splits=8, return_lse=True, **options)
+    for rows in (slice(0, 1), slice(11, 12), slice(5, 30)):
+        own = {name: x[rows] for name, x in options.items()}
+        alone = flashtile.attention_with_kvcache(q[rows], k_cache, v_cache, causal=True, num_splits=8, return_lse=True, **own)
+        assert all(torch.equal(x[rows], y) for x, y in zip(together, alone))
+
+
+@pytest.mark.parametrize("num_splits", [0, 5])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_bits_repeat(batch, num_splits):
+    """100 runs, the same bits: a race would move them."""
+    tensors, options = serving_call(batch)
+    first = flashtile.attention_with_kvcache(*tensors, num_splits=num_splits, return_lse=True, **options)
+    for _ in range(99):
+        again = flashtile.attention_with_kvcache(*tensors, num_splits=num_splits, return_lse=True, **options)
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
+
+
+def test_cuda_graph_reads_lengths_and_tables_anew():
+    """A captured step of append, rotary embedding and attention follows the lengths, the table and the tokens in memory."""
+    case = CacheCase("graph", lengths=(1000, 1000, 1000), new=1, capacity=1024, page_size=16, rotary_dim=64, causal=True)
+    (q, k_cache, v_cache), options = case.make(torch.bfloat16, "cuda").arguments
+    flashtile.attention_with_kvcache(q, k_cache, v_cache, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flashtile.attention_with_kvcache(q, k_cache, v_cache, **options)
+    for lengths in ((5, 900, 1), (130, 0, 1023)):
+        (q_new, *caches), new = replace(case, lengths=lengths).make(torch.bfloat16, "cuda", seed=7).arguments
+        # other contents of the same tensors; these sequences need fewer pages
+        for x, y in ((k_cache, caches[0]), (v_cache, caches[1])):
+            x[: len(y)].copy_(y)
+        q.copy_(q_new)
+        for name in ("k", "v", "cache_seqlens", "block_table", "rotary_cos", "rotary_sin"):
+            options[name].copy_(new[name])
+        graph.replay()
+        expected = flashtile.attention_with_kvcache(q_new, *caches, **new)
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(captured, expected))
+        assert torch.equal(k_cache[: len(caches[0])].nan_to_num(7.0), caches[0].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    def step(q, k, v, k_cache, v_cache, lengths):
+        out = flashtile.attention_with_kvcache(q * 2, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True)
+        return out + 1, lengths + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        caches = [torch.randn(batch, 256, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+        new = [torch.randn(batch, 1, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+        lengths = torch.arange(100, 100 + batch, dtype=torch.int32, device="cuda")
+        copies = [x.clone() for x in caches]
+        expected, actual = step(*new, *copies, lengths), compiled(*new, *caches, lengths)
+        for x, y in zip((*actual, *caches), (*expected, *copies)):
+            torch.testing.assert_close(x, y)
+
+
+def broken_calls():
+    """(what, changes) of calls whose index tensors point outside of the cache; sequence 1 is wrong, the others are right."""
+    yield "length", lambda options: options["cache_seqlens"].__setitem__(1, 2**31 - 1)
+    yield "negative length", lambda options: options["cache_seqlens"].__setitem__(1, -5)
+    yield "page", lambda options: options["block_table"].__setitem__((1, 0), NO_PAGE)
+    yield "negative page", lambda options: options["block_table"].__setitem__((1, slice(None)), -7)
+
+
+@pytest.mark.parametrize("what", [name for name, _ in broken_calls()])
+@pytest.mark.parametrize("append", [False, True])
+def test_what_points_outside_stays_inside(what, append, monkeypatch):
+    """No access outside of the cache, right results of other sequences, their pages untouched; an error when debugging."""
+    tensors, options = serving_call(3, capacity=320)
+    options["cache_seqlens"].fill_(100)
+    if append:
+        new = torch.randn(2, 3, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+        options |= dict(k=new[0], v=new[1])
+    right = [x.clone() for x in tensors]
+    expected = flashtile.attention_with_kvcache(*right, **options)
+    dict(broken_calls())[what](options)
+    own_pages = options["block_table"][[0, 2]].flatten().long()
+    actual = flashtile.attention_with_kvcache(*tensors, **options)
+    torch.cuda.synchronize()
+    assert torch.equal(actual[[0, 2]], expected[[0, 2]])
+    assert all(torch.equal(x[own_pages], y[own_pages]) for x, y in zip(tensors[1:], right[1:]))
+    monkeypatch.setenv("FLASHTILE_DEBUG", "1")
+    with pytest.raises(flashtile.ValueRangeError, match=r"cache_seqlens\[1\]" if "length" in what else r"block_table\[1, 0\]"):
+        flashtile.attention_with_kvcache(*tensors, **options)
+
+
+def test_no_wait_for_the_device():
+    """Not at the first call nor later: torch would raise at a synchronisation."""
+    case = BY_NAME["packed_append"]
+    call = case.make(torch.bfloat16, "cuda")
+    tensors, options = call.arguments
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            flashtile.attention_with_kvcache(*tensors, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cache_past_2_to_the_31_elements():
+    """The last row of a cache of more than 2**31 elements, against that row alone."""
+    if torch.cuda.get_device_properties(0).total_memory < 30 * 2**30:
+        pytest.skip("needs 30 GiB")
+    k_cache = torch.empty(65, 32768, 8, 128, device="cuda", dtype=torch.bfloat16)
+    assert k_cache.numel() > 2**31
+    k_cache[-1].normal_()
+    q = torch.randn(1, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    row = torch.tensor([64], device="cuda", dtype=torch.int32)
+    out = flashtile.attention_with_kvcache(q, k_cache, k_cache, cache_batch_idx=row)
+    assert torch.equal(out, flashtile.attention_with_kvcache(q, k_cache[-1:], k_cache[-1:]))
+    pages = k_cache.view(-1, 64, 8, 128)
+    table = torch.arange(64 * 512, 65 * 512, device="cuda", dtype=torch.int32)[None]
+    assert torch.equal(out, flashtile.attention_with_kvcache(q, pages, pages, block_table=table))
+    page_by_slot = k_cache.view(-1, 16, 8, 128)
+    table = torch.arange(64 * 2048, 65 * 2048, device="cuda", dtype=torch.int32)[None]
+    assert torch.equal(out, flashtile.attention_with_kvcache(q, page_by_slot, page_by_slot, block_table=table))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3, 70])
+def test_combine(splits, dtype):
+    out, lse = torch.randn(splits, 2, 5, 3, 200, device="cuda", dtype=dtype), 4 * torch.randn(splits, 2, 3, 5, device="cuda")
+    lse[splits // 2, 0] = float("-inf")
+    out[lse.transpose(2, 3) == float("-inf")] = float("nan")
+    expected, expected_lse = flashtile.combine(out.cpu().float(), lse.cpu())
+    merged, merged_lse = flashtile.combine(out, lse)
+    assert merged.dtype == dtype
+    torch.testing.assert_close(merged.cpu().float(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=2e-2)
+    torch.testing.assert_close(merged_lse.cpu(), expected_lse)

@@ -1,0 +1,344 @@
+"""Attention on a key-value cache without a GPU: the reference against an oracle, the kernels in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cache_cases import BY_NAME, CASES, FP8_CASES, CacheCase, any_case, check_cache
+from checks import poisoned_memory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flashtile
+from flashtile import kvcache_ops
+from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
+from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem
+from flashtile.reference import naive
+
+CPU_DTYPES = [torch.float32, torch.float64]
+OPTION_NAMES = (
+    "max_seqlen_q", "rotary_interleaved", "causal", "window", "softmax_scale", "softcap", "num_splits", "return_lse"
+)  # fmt: skip
+# A case a mechanism: the interpreter takes seconds for each
+INTERPRETED = [
+    "plain", "mqa_dims_40_24", "several_queries", "window_both_sides", "softcap_alibi", "sinks_split", "splits_3", "page_1",
+    "page_96_leftpad", "page_256", "batch_idx", "append_many", "rotary_halves_partial", "rotary_leftpad",
+    "packed_append_differs", "no_slots",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_reference(case):
+    for dtype in CPU_DTYPES:
+        check_cache(case, dtype)
+
+
+@pytest.mark.parametrize("case", FP8_CASES, ids=lambda case: case.name)
+def test_reference_fp8(case):
+    check_cache(case, torch.bfloat16)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(case=any_case(), seed=st.integers(0, 2**16))
+def test_reference_on_random_calls(case, seed):
+    check_cache(case, torch.float32, seed=seed)
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_portable_interpreted(name, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float32)
+
+
+def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
+    """Bitwise the same alone and among others, as the docstring promises; interpreted kernels, real splits."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    q, k_cache, v_cache = torch.randn(3, 1, 4, 32), torch.randn(3, 160, 2, 32), torch.randn(3, 160, 2, 32)
+    lengths = torch.tensor([150, 0, 97], dtype=torch.int32)
+    together = flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, num_splits=3)
+    for b in range(3):
+        own = slice(b, b + 1)
+        alone = flashtile.attention_with_kvcache(q[own], k_cache[own], v_cache[own], cache_seqlens=lengths[own], num_splits=3)
+        assert torch.equal(together[own], alone)
+
+
+class FakeFunction:
+    """Stands for a compiled kernel: keeps the arguments of its launches."""
+
+    function = "of a GPU"
+
+    def __init__(self, kernel):
+        self.arg_names = kernel.arg_names
+        self.launches = []
+
+    def __getitem__(self, grid):
+        if self.launches:
+            return lambda *arguments: self.launches.append(arguments)
+
+        def launch(*arguments, num_warps=None, num_stages=None, launch_pdl=None, **constexprs):
+            self.launches.append((*arguments, *(constexprs[name] for name in self.arg_names if name in constexprs)))
+            assert len(self.launches[-1]) == len(self.arg_names) == len(arguments) + len(constexprs)
+            return self
+
+        return launch
+
+
+def flat_values(arguments):
+    for value in arguments:
+        if isinstance(value, tuple):
+            yield from flat_values(value)
+        else:
+            yield value
+
+
+RELAUNCHED = [
+    "plain", "splits_3", "packed_append", "rotary_seqlens", "alibi_batch_sinks", "page_96_leftpad", "append_batch_idx",
+    "fp8_append",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RELAUNCHED)
+def test_a_repeated_launch_has_the_tensors_of_its_own_call(name):
+    """The second launch leaves Triton's look at the arguments out; each number and address must be where it was."""
+    pytest.importorskip("triton")
+    from flashtile import hardware, tiles
+    from flashtile.portable import decode
+
+    calls = []
+    for seed in range(2):
+        (q, k_cache, v_cache), options = BY_NAME[name].make(torch.float32, seed=seed).arguments
+        operands = CacheOperands(q, k_cache, v_cache, **{field: options[field] for field in CacheOperands._fields[3:]})
+        calls.append(operands)
+    problem = CacheProblem.from_tensors(operands, CacheOptions.of_call(*(options[field] for field in OPTION_NAMES)))
+    call = decode.Call(problem, tiles.decode_config(problem, hardware.by_name("H200")), operands)
+    kernels = [call.decode, call.merge, *([call.append.kernel] if call.append else [])]
+    for kernel in kernels:
+        kernel.function = FakeFunction(kernel.function)
+    for operands in (*calls, calls[1]):
+        call(operands)
+    addresses = [{x.data_ptr(): f"{field}" for field, x in zip(CacheOperands._fields, call) if x is not None} for call in calls]
+    for kernel in kernels:
+        if not kernel.function.launches:
+            continue
+        first, second, third = (list(flat_values(launch)) for launch in kernel.function.launches)
+        assert len(first) == len(second) == len(third)
+        for a, b, c in zip(first, second, third):
+            if isinstance(a, torch.Tensor):
+                assert addresses[0].get(a.data_ptr()) == addresses[1].get(b) == addresses[1].get(c)
+            else:
+                assert a == b == c
+
+
+def small_call(**changes):
+    """Arguments of a correct call: two sequences, a cache of 16 slots; changes replace some."""
+    arguments = dict(
+        q=torch.randn(2, 1, 4, 16), k_cache=torch.randn(2, 16, 2, 16), v_cache=torch.randn(2, 16, 2, 16),
+        cache_seqlens=torch.tensor([5, 9], dtype=torch.int32),
+    ) | changes  # fmt: skip
+    return [arguments.pop(name) for name in ("q", "k_cache", "v_cache")], arguments
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+NEW = dict(k=torch.zeros(2, 3, 2, 16), v=torch.zeros(2, 3, 2, 16))
+PAGED = dict(k_cache=torch.zeros(5, 4, 2, 16), v_cache=torch.zeros(5, 4, 2, 16), block_table=int32(0, 1, 2, 3, 4, 0).view(2, 3))
+WRONG = [
+    (dict(q=torch.zeros(2, 4, 16)), ShapeError, r"q: expected 4 dims \(batch, seqlen_q, heads, dim\)"),
+    (dict(k_cache=torch.zeros(3, 16, 2, 16), v_cache=torch.zeros(3, 16, 2, 16)), ShapeError, "a row for each sequence of q, 2"),
+    (dict(v_cache=torch.zeros(2, 15, 2, 16)), ShapeError, "v_cache: expected all but the last dim of k_cache"),
+    (dict(k_cache=torch.zeros(2, 16, 2, 8)), ShapeError, "k_cache: expected the head_dim of q, 16"),
+    (dict(q=torch.zeros(2, 1, 3, 16)), ShapeError, "heads that are a multiple"),
+    (dict(v_cache=torch.zeros(2, 16, 2, 16).half()), DtypeError, "v_cache: expected the dtype of q"),
+    (dict(q=torch.zeros(2, 1, 4, 16, dtype=torch.int32)), DtypeError, "q: expected dtype"),
+    (dict(cache_seqlens=torch.tensor([1, 2])), DtypeError, "cache_seqlens: expected dtype torch.int32"),
+    (dict(cache_seqlens=1.0), DtypeError, "cache_seqlens: expected an int or an int32 tensor"),
+    (dict(cache_seqlens=-1), ValueRangeError, r"cache_seqlens\[0\]: expected 0 to 16.*got -1"),
+    (dict(cache_seqlens=int32(5, 17)), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 16"),
+    (dict(cache_seqlens=int32(5, 14), **NEW), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 13"),
+    (dict(cache_seqlens=None, **NEW), ShapeError, "cache_seqlens: expected the lengths before the append"),
+    (dict(k=NEW["k"]), ShapeError, "v: expected a tensor, since k is given"),
+    (dict(k=torch.zeros(2, 3, 2, 8), v=NEW["v"]), ShapeError, "k: expected heads and dim of k_cache"),
+    (dict(k=NEW["k"].half(), v=NEW["v"]), DtypeError, "k: expected the dtype of the cache"),
+    (dict(PAGED, cache_seqlens=int32(5, 13)), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 12"),
+    (dict(PAGED, block_table=int32(0, 7, 2, 3, 4, 0).view(2, 3)), ValueRangeError, r"block_table\[0, 1\].*Sequence 0 uses it"),
+    (dict(PAGED, block_table=int32(0, 1)), ShapeError, r"block_table: expected shape \(2, pages of a sequence\)"),
+    (dict(PAGED, cache_batch_idx=int32(0, 1)), ShapeError, "cache_batch_idx: expected None beside block_table"),
+    (dict(cache_batch_idx=int32(0, 2)), ValueRangeError, r"cache_batch_idx\[1\]: expected 0 to 1"),
+    (dict(cache_leftpad=int32(0, 10)), ValueRangeError, r"cache_leftpad\[1\]: expected 0 to 9"),
+    (dict(rotary_cos=torch.zeros(20, 8), rotary_sin=torch.zeros(20, 8)), ShapeError, "k: expected new keys and values beside"),
+    (dict(rotary_cos=torch.zeros(20, 8), **NEW), ShapeError, "rotary_sin: expected a tensor, since rotary_cos"),
+    (dict(rotary_cos=torch.zeros(20, 9), rotary_sin=torch.zeros(20, 9), **NEW), ShapeError, "rotary_cos: expected shape"),
+    (dict(rotary_cos=torch.zeros(9, 8), rotary_sin=torch.zeros(9, 8), **NEW), ValueRangeError, "rotary_cos, sequence 1"),
+    (dict(k_descale=torch.ones(2, 2)), DtypeError, "k_descale: expected None beside k"),
+    (dict(num_splits=257), ValueRangeError, "num_splits: expected 0"),
+    (dict(num_splits=True), DtypeError, "num_splits: expected an int"),
+    (dict(window=3), DtypeError, "window: expected a pair"),
+    (dict(softcap=-1.0), ValueRangeError, "softcap"),
+    (dict(causal=1), DtypeError, "causal: expected True or False"),
+    (dict(cu_seqlens_q=int32(0, 1, 2), q=torch.zeros(2, 4, 16)), DtypeError, "max_seqlen_q: expected an int beside"),
+    (dict(sinks=torch.zeros(2)), ShapeError, "sinks: expected shape"),
+    (dict(q=torch.zeros(2, 1, 4, 16, requires_grad=True)), UnsupportedError, "no backward pass"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_calls_say_what_is_wrong(changes, error, message):
+    tensors, options = small_call(**changes)
+    before = [x.clone() for x in tensors[1:]]
+    with pytest.raises(error, match=message) as raised:
+        flashtile.attention_with_kvcache(*tensors, **options)
+    assert isinstance(raised.value, FlashtileError)
+    assert all(torch.equal(x, y) for x, y in zip(tensors[1:], before)), "nothing is written before the error"
+
+
+def op_arguments(case):
+    """Flat arguments of the op for a case."""
+    (q, k_cache, v_cache), options = case.make(torch.float32).arguments
+    operands = CacheOperands(q, k_cache.nan_to_num(), v_cache.nan_to_num(),
+                             **{name: options[name] for name in CacheOperands._fields[3:]})  # fmt: skip
+    return (*operands, *CacheOptions.of_call(*(options[name] for name in OPTION_NAMES)))
+
+
+@pytest.mark.parametrize("name", ["plain", "page_16", "append_many", "rotary", "packed_append", "alibi_batch_sinks"])
+def test_opcheck(name):
+    case = BY_NAME[name]
+    op = kvcache_ops.kvcache_append_op if case.new or case.lengths_new else kvcache_ops.kvcache_op
+    torch.library.opcheck(op, op_arguments(case))
+
+
+def test_the_op_declares_what_it_writes():
+    written = [a.name for a in kvcache_ops.kvcache_append_op._schema.arguments if a.alias_info and a.alias_info.is_write]
+    assert written == ["k_cache", "v_cache"]
+    assert not kvcache_ops.kvcache_op._schema.is_mutable
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(dynamic):
+    """A compiled decoding step appends to the caller's cache and gives what the eager one gives."""
+
+    def step(q, k, v, k_cache, v_cache, lengths):
+        out = flashtile.attention_with_kvcache(q * 2, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, causal=True)
+        return out + 1, lengths + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for batch in (2, 3):
+        caches = [torch.randn(batch, 16, 2, 16) for _ in range(2)]
+        new = [torch.randn(batch, 1, heads, 16) for heads in (4, 2, 2)]
+        lengths = torch.arange(batch, dtype=torch.int32)
+        copies = [x.clone() for x in caches]
+        expected = step(*new, *copies, lengths)
+        actual = compiled(*new, *caches, lengths)
+        assert all(torch.equal(x, y) for x, y in zip((*actual, *caches), (*expected, *copies)))
+
+
+def test_decoding_step_by_step_is_full_attention():
+    """Tokens one by one through a paged cache with rotary embedding, against causal attention over all of them."""
+    seqlen, heads, heads_kv, dim = 11, 4, 2, 16
+    q, k, v = (torch.randn(1, seqlen, h, dim, dtype=torch.float64) for h in (heads, heads_kv, heads_kv))
+    angles = torch.rand(seqlen, dim // 2, dtype=torch.float64)
+    caches = [torch.full((6, 3, heads_kv, dim), float("nan"), dtype=torch.float64) for _ in range(2)]
+    table = int32(4, 0, 5, 2)[None]
+    outs = [
+        flashtile.attention_with_kvcache(
+            q[:, t : t + 1], *caches, k=k[:, t : t + 1], v=v[:, t : t + 1], cache_seqlens=t, block_table=table, causal=True,
+            rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+        )
+        for t in range(seqlen)
+    ]  # fmt: skip
+
+    def turned(x):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+
+    torch.testing.assert_close(torch.cat(outs, 1), naive.attention(turned(q), turned(k), v, causal=True))
+
+
+def test_generate_example():
+    root = Path(__file__).parent.parent
+    command = [sys.executable, root / "examples" / "generate_paged.py", "--device", "cpu", "--steps", "6"]
+    process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "ok: 6 steps of 3 sequences give the logits of attention without a cache" in process.stdout
+
+
+def test_decode_mode_of_the_benchmark():
+    """One query over a cache, checked and timed; with other modes it is refused in words."""
+    from flashtile.bench import engine
+    from flashtile.bench.cases import BenchCase, UsageError
+
+    case = BenchCase(batch=2, seqlen_q=1, seqlen_k=64, num_heads=4, num_heads_kv=2, dtype="fp32")
+    settings = engine.Settings(repeats=3, roof=False)
+    result = engine.run(case, modes=["decode"], device="cpu", settings=settings).one(mode="decode")
+    assert result.ok and result.accuracy.passed
+    assert (result.flops, result.bytes) == (case.problem().flops("fwd"), case.problem().bytes_moved("fwd"))
+    with pytest.raises(UsageError, match="decode alone"):
+        engine.run(case, modes=["fwd", "decode"], device="cpu", settings=settings)
+
+
+# combine
+
+
+def partials(splits, heads=3, dim=24, dtype=torch.float32):
+    """Parts of which some saw no key: lse -inf, out NaN."""
+    out, lse = torch.randn(splits, 2, 5, heads, dim, dtype=dtype), 4 * torch.randn(splits, 2, heads, 5)
+    lse[splits // 2, 0] = float("-inf")
+    lse[:, 1, 0, 0] = float("-inf")
+    out[lse.transpose(2, 3) == float("-inf")] = float("nan")
+    return out, lse
+
+
+@pytest.mark.parametrize("splits", [1, 3, 70])
+def test_combine(splits):
+    """Merged parts are attention over all keys: against a softmax over the parts, in float64."""
+    out_partial, lse_partial = partials(splits)
+    out, lse = flashtile.combine(out_partial, lse_partial)
+    weights = lse_partial.double().softmax(0).nan_to_num().transpose(2, 3)[..., None]
+    expected = (weights * out_partial.double().nan_to_num()).sum(0)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, torch.logsumexp(lse_partial, 0))
+    assert flashtile.combine(out_partial, lse_partial, out_dtype=torch.float16)[0].dtype == torch.float16
+    torch.library.opcheck(torch.ops.flashtile.combine.default, (out_partial.nan_to_num(), lse_partial, torch.float32))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 70])
+def test_combine_interpreted(splits):
+    pytest.importorskip("triton")
+    from flashtile.portable import combine
+
+    out_partial, lse_partial = partials(splits)
+    expected = flashtile.combine(out_partial, lse_partial)
+    with poisoned_memory():
+        out, lse = torch.empty(expected[0].shape), torch.empty(expected[1].shape)
+    combine.launch(out_partial, lse_partial, out, lse)
+    torch.testing.assert_close((out, lse), expected)
+
+
+def test_combine_says_what_is_wrong():
+    out, lse = partials(2)
+    with pytest.raises(ShapeError, match=r"lse_partial: expected shape \(2, 2, 3, 5\)"):
+        flashtile.combine(out, lse.transpose(2, 3))
+    with pytest.raises(DtypeError, match="lse_partial: expected dtype torch.float32"):
+        flashtile.combine(out, lse.half())
+    with pytest.raises(ShapeError, match="out_partial: expected 5 dims"):
+        flashtile.combine(out[0], lse)
+
+
+# Work
+
+
+def test_work_of_a_problem():
+    call = CacheCase("work", lengths=(37, 0, 96), page_size=16).make(torch.float32)
+    (q, k_cache, v_cache), options = call.arguments
+    operands = CacheOperands(q, k_cache, v_cache, cache_seqlens=options["cache_seqlens"], block_table=options["block_table"])
+    problem = CacheProblem.from_tensors(operands, CacheOptions(None, True, False, None, None, None, 0.0, 0, False))
+    assert problem.flops((37, 0, 96)) == 2 * (64 + 64) * 4 * (37 + 96)
+    assert problem.bytes_moved((37, 0, 96)) == (37 + 96) * 2 * 128 * 4 + 3 * 4 * 128 * 4

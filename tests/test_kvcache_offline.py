@@ -1,0 +1,88 @@
+"""The kernels on a cache compile without a GPU, fit in shared memory and spill nothing, for every row of tiles.DECODE."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ARCHS = (80, 90)
+# Bytes a thread: (16, 64, 4, 2, 2) at head dim 256 on sm_90
+MAX_SPILL = 16
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(300),
+    pytest.mark.slow,
+]
+
+
+def calls(arch):
+    """(name, device, config, problem, operands) of calls that take the rows of a device of the architecture."""
+    import torch
+
+    from flashtile import hardware, tiles
+    from flashtile.kvcache_problem import FP8, CacheOperands, CacheProblem
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    seen = set()
+    for (dtype, cache_dtype), dim, seqlen_q, device in product(
+        ((torch.bfloat16,) * 2, (torch.bfloat16, FP8), (torch.float32,) * 2), (128, 256), (1, 64), hardware.DEVICES.values()
+    ):
+        if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or dim == 256 or seqlen_q > 1):
+            continue
+        # one query comes with one new key, rotated
+        new = int(seqlen_q == 1 and dim == 128)
+        problem = CacheProblem(
+            batch=4, seqlen_q=seqlen_q, capacity=4096, num_heads=8, num_heads_kv=2, head_dim=dim, head_dim_v=dim, page_size=64,
+            seqlen_new=new, rotary_dim=64 * new, dtype=dtype, cache_dtype=cache_dtype, softmax_scale=0.1,
+            window=(None, None if seqlen_q == 1 else 0),
+        )  # fmt: skip
+        config = tiles.decode_config(problem, device)
+        key = dtype, cache_dtype, config
+        if key in seen:
+            continue
+        seen.add(key)
+        q = empty(4, seqlen_q, 8, dim, dtype=dtype)
+        k_cache, v_cache = (empty(256, 64, 2, dim, dtype=cache_dtype) for _ in range(2))
+        k, v, angles = empty(4, 1, 2, dim, dtype=dtype), empty(4, 1, 2, dim, dtype=dtype), empty(4096, 32, dtype=dtype)
+        operands = CacheOperands(q, k_cache, v_cache, k, v, cache_seqlens=empty(4), block_table=empty(4, 64),
+                                 rotary_cos=angles, rotary_sin=angles)  # fmt: skip
+        name = f"d{dim} {str(dtype).removeprefix('torch.')} {str(cache_dtype).removeprefix('torch.')} {seqlen_q} queries"
+        yield name, device, config, problem, operands
+
+
+def main(arch):
+    """Print a JSON line for each compiled kernel."""
+    from flashtile.bench import offline
+    from flashtile.portable import decode
+
+    for name, device, config, problem, operands in calls(arch):
+        with offline.launches(arch) as reports:
+            decode.Call(problem, config, operands)(operands)
+        for report in reports:
+            print(json.dumps({"kernel": report.kernel, "name": f"{name} {config} sm_{arch}", "spill_bytes": report.spill_bytes,
+                              "shared_bytes": report.shared_bytes, "smem_bytes": device.smem_bytes}), flush=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_compile_without_spills(arch):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
+    process = subprocess.run([sys.executable, __file__, str(arch)], env=environment, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    rows = [json.loads(line) for line in process.stdout.splitlines()]
+    assert {row["kernel"] for row in rows} == {"append_rows", "decode_attention", "merge_parts"}
+    wrong = [row for row in rows if row["spill_bytes"] > MAX_SPILL or row["shared_bytes"] > row["smem_bytes"]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
