@@ -2,6 +2,7 @@
 
     python examples/train_bytes.py                    a minute on a CPU, less on a GPU
     python examples/train_bytes.py --steps 500 --seqlen 4096 --device cuda
+    python examples/train_bytes.py --dtype bf16 --compile inductor
 
 The text is real and already here: the documents and sources of this repository, and the licences and descriptions of the
 installed Python packages. Weights are fp32 and only q, k and v are cast to --dtype, so the two runs differ in their attention
@@ -94,11 +95,16 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def train(name, attend, text, size, device, dtype, seed=0):
-    """Train; returns losses (one a step), seconds (one a step) and the peak memory in bytes above the start."""
+def train(name, attend, text, size, device, dtype, backend=None, seed=0):
+    """Train, with a backend of torch.compile or without one.
+
+    Returns losses (one a step), seconds (one a step) and the peak memory in bytes above the start.
+    """
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(seed)
     model = ByteGPT(size["layers"], size["width"], size["heads"], size["seqlen"], attend, dtype).to(device)
+    if backend:
+        model = torch.compile(model, backend=backend, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), size["learning_rate"], betas=(0.9, 0.95), weight_decay=0.1)
     batches = torch.Generator().manual_seed(seed)
     losses, seconds = [], []
@@ -186,6 +192,7 @@ def main(arguments=None):
     parser.add_argument("--seqlen", type=int, help="bytes of context; default 128 on a CPU, 2048 on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of attention; default fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--compile", metavar="BACKEND", help="torch.compile the model, in one graph: inductor, aot_eager")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     size = SIZES[device.type] | {k: v for k, v in (("steps", options.steps), ("seqlen", options.seqlen)) if v is not None}
@@ -201,7 +208,7 @@ def main(arguments=None):
     for name, attend in (("flashtile", flashtile_attention), ("sdpa", sdpa_attention)):
         # A process each, so that memory and first step are its own
         with get_context("spawn").Pool(1) as pool:
-            runs[name] = pool.apply(train, (name, attend, text, size, device, dtype))
+            runs[name] = pool.apply(train, (name, attend, text, size, device, dtype, options.compile))
     report(runs, size["steps"])
     problems = verdict(runs)
     print("\n".join(problems) if problems else "ok: both losses fell, and they agree within noise")

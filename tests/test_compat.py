@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.compat.flash_attn import flash_attn_interface, flash_attn_with_kvcache
+from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb
 from flashtile.errors import UnsupportedError
 
 SIGNATURES = {
@@ -270,13 +272,221 @@ def test_varlen_packed_forms_are_the_plain_call():
     assert torch.equal(flashtile.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 11, 11, **options), expected)
 
 
-def test_block_table_is_refused():
-    q, k, v, cu_q, cu_k = packed()
-    with pytest.raises(UnsupportedError, match="block_table: expected None"):
-        flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, block_table=torch.zeros(5, 1, dtype=torch.int32))
+def pages_of(k, lengths, page=4, heads=2, seed=5):
+    """Packed rows as pages in a random order, unused slots NaN; returns pages and block_table."""
+    counts = [-(-n // page) for n in lengths]
+    numbers = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)).int()
+    pages = torch.full((len(numbers), page, *k.shape[1:]), float("nan"), dtype=k.dtype)
+    table = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
+    start = used = 0
+    for b, (length, count) in enumerate(zip(lengths, counts)):
+        table[b, :count] = numbers[used : used + count]
+        for slot in range(length):
+            pages[numbers[used + slot // page], slot % page] = k[start + slot]
+        start, used = start + length, used + count
+    return pages, table
 
 
-def test_probabilities_of_dropout_are_refused():
+def test_varlen_over_pages():
+    """block_table: k and v lie in pages, cu_seqlens_k gives lengths alone."""
+    q, k, v, cu_q, cu_k = packed(dim=16)
+    lengths = cu_k.diff().tolist()
+    (k_pages, table), (v_pages, _) = pages_of(k, lengths), pages_of(v, lengths)
+    options = dict(causal=True, window_size=(6, -1), return_attn_probs=True)
+    expected = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, **options)
+    got = flashtile.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 12, 9, block_table=table, **options)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(UnsupportedError, match="block_table: expected dropout_p == 0"):
+        flashtile.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 12, 9, 0.1, block_table=table)
+
+
+KVCACHE = (
+    "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+    "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+)
+
+
+def test_kvcache_signature():
+    assert str(inspect.signature(flash_attn_with_kvcache)) == f"({KVCACHE})"
+
+
+@pytest.mark.parametrize("dim", [16, 19])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_kvcache_appends_rotates_and_attends(dim, interleaved):
+    """One call is: rotate, write the new rows into the cache, attend over what is used; also where dims are padded."""
+    q, k_cache, v_cache = tensors(seqlen_q=3, seqlen_k=12, dim=dim)
+    _, k, v = tensors(seqlen_q=3, seqlen_k=3, dim=dim, seed=1)
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    angles = torch.rand(12, 8)
+    tables = angles.cos(), angles.sin()
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    rotated = apply_rotary_emb(k, *tables, interleaved, seqlen_offsets=lengths)
+    for b, length in enumerate(lengths.tolist()):
+        expected_k[b, length : length + 3], expected_v[b, length : length + 3] = rotated[b], v[b]
+    q_rotated = apply_rotary_emb(q, *tables, interleaved, seqlen_offsets=lengths)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, *tables, lengths, causal=True, window_size=(7, -1),
+                                       rotary_interleaved=interleaved, return_softmax_lse=True)  # fmt: skip
+    torch.testing.assert_close(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+    for b, length in enumerate(lengths.tolist()):
+        rows = slice(b, b + 1), slice(0, length + 3)
+        want_out, want_lse = definition(q_rotated[b : b + 1], expected_k[rows], expected_v[rows],
+                                        mask=lambda i, j: (j <= i) & (j >= i - 7))  # fmt: skip
+        check(out[b : b + 1], want_out)
+        check(lse[b : b + 1], want_lse)
+
+
+def test_kvcache_rows_without_a_key():
+    """lse +inf as in flash_attn; a length may be one int for all."""
+    q, k_cache, v_cache = tensors(seqlen_q=3, seqlen_k=8)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=1, causal=True, return_softmax_lse=True)
+    assert (lse[..., :2] == float("inf")).all() and torch.isfinite(lse[..., 2]).all() and (out[:, :2] == 0).all()
+    whole = flash_attn_with_kvcache(q, k_cache, v_cache)
+    check(whole, definition(q, k_cache, v_cache)[0])
+
+
+def private(name):
+    return getattr(flash_attn_interface, name)
+
+
+PRIVATE_SIGNATURES = {
+    "_flash_attn_forward": "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, "
+    "alibi_slopes, return_softmax",
+    "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, "
+    "window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
+    "_flash_attn_varlen_forward": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, "
+    "causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+    "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0",
+    "_flash_attn_varlen_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, "
+    "max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+    "deterministic, rng_state=None, zero_tensors=False",
+    "_get_block_size_n": "device, head_dim, is_dropout, is_causal",
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE_SIGNATURES)
+def test_private_signature(name):
+    """As inspect.signature and inspect.getfullargspec see it, which ring attention asks."""
+    assert str(inspect.signature(private(name))) == f"({PRIVATE_SIGNATURES[name]})"
+    assert inspect.getfullargspec(private(name)).args[:1] != []
+
+
+def unnormalised(probs, q, k, mask, block):
+    """exp(m - lse) of each element of S_dmask: the definition of its running maximum, written again."""
+    scores = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) * q.shape[-1] ** -0.5
+    if mask is not None:
+        i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        scores = scores.masked_fill(~mask(i, torch.arange(k.shape[1])[None, :]), float("-inf"))
+    lse = scores.logsumexp(-1)
+    starts = range(0, k.shape[1], block)
+    maxima = [scores[..., start:].amax(-1) for start in starts]
+    factors = torch.cat([torch.exp(m - lse)[..., None].expand(*m.shape, min(block, k.shape[1] - start))
+                         for m, start in zip(maxima, starts)], -1)  # fmt: skip
+    return probs[..., : q.shape[1], : k.shape[1]].double() * factors.nan_to_num(0.0), scores.softmax(-1).nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("mask", [None, causal])
+def test_probabilities_of_dropout(mask):
+    """|S_dmask| times exp(m - lse) is the softmax, its sign the mask that out was made with."""
+    q, k, v = tensors(seqlen_q=150, seqlen_k=140, heads=2, heads_kv=2)
+    out, lse, probs = flashtile.flash_attn_func(q, k, v, 0.3, causal=mask is not None, return_attn_probs=True)
+    assert probs.shape == (2, 2, 256, 256) and probs.dtype == q.dtype
+    signed, softmax = unnormalised(probs, q, k, mask, private("_get_block_size_n")(q.device, 16, True, False))
+    torch.testing.assert_close(signed.abs(), softmax, rtol=1e-4, atol=1e-5)
+    kept = (signed > 0) * signed / 0.7
+    check(out, torch.einsum("bhmn,bnhd->bmhd", kept, v.double()))
+    dropped = (signed < 0).sum() / (signed != 0).sum()
+    assert 0.28 < dropped < 0.32
+    assert (probs[:, :, 150:] == 0).all() and (probs[..., 140:] == 0).all()
+
+
+def test_probabilities_of_packed_dropout():
+    """Each sequence of a packed call stands by itself in the batch of S_dmask."""
+    q, k, v, cu_q, cu_k = packed(heads=2, heads_kv=2)
+    out, _, probs = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, 0.3, return_attn_probs=True)
+    assert probs.shape == (len(LENGTHS), 2, 128, 128)
+    for b, (seqlen_q, seqlen_k) in enumerate(LENGTHS):
+        if seqlen_q and seqlen_k:
+            q_b, k_b, v_b = q[None, cu_q[b] : cu_q[b + 1]], k[None, cu_k[b] : cu_k[b + 1]], v[None, cu_k[b] : cu_k[b + 1]]
+            signed, softmax = unnormalised(probs[b : b + 1], q_b, k_b, None, 128)
+            torch.testing.assert_close(signed.abs(), softmax, rtol=1e-4, atol=1e-5)
+            kept = (signed > 0) * signed / 0.7
+            check(out[None, cu_q[b] : cu_q[b + 1]], torch.einsum("bhmn,bnhd->bmhd", kept, v_b.double()))
+        else:
+            assert (probs[b] == 0).all()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_private_functions_are_the_two_halves(dropout_p):
+    """Forward and backward called apart give what autograd gives; the mask comes from rng_state."""
+    q, k, v = (x.requires_grad_() for x in tensors(seqlen_q=9, seqlen_k=6))
+    torch.manual_seed(0)
+    out, lse, _ = flashtile.flash_attn_func(q, k, v, dropout_p, causal=True, window_size=(5, -1), return_attn_probs=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    torch.manual_seed(0)
+    got_out, got_lse, probs, rng_state = private("_flash_attn_forward")(q, k, v, dropout_p, 0.25, True, 5, -1, 0.0, None, False)
+    assert torch.equal(got_out, out) and torch.equal(got_lse, lse) and probs.numel() == 0
+    assert (got_lse[..., :3] == float("inf")).all()
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
+    grads = [torch.full_like(x, float("nan")).requires_grad_(False) for x in (q, k, v)]
+    row_sums = private("_flash_attn_backward")(dout, q, k, v, got_out, got_lse, *grads, dropout_p, 0.25, True, 5, -1, 0.0, None,
+                                               False, rng_state=rng_state)  # fmt: skip
+    for got, want in zip(grads, expected):
+        assert torch.equal(got, want)
+    assert row_sums.shape == (2, 4, 128) and (row_sums[..., 9:] == 0).all()
+    torch.testing.assert_close(row_sums[..., :9], (dout * out).sum(-1).transpose(1, 2).detach())
+
+
+def test_private_varlen_functions_are_the_two_halves():
+    q, k, v, cu_q, cu_k = packed(dim=24)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flashtile.flash_attn_varlen_func(*inputs, cu_q, cu_k, 12, 9, causal=True, return_attn_probs=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, inputs, dout)
+    got_out, got_lse, _, rng_state = private("_flash_attn_varlen_forward")(q, k, v, cu_q, cu_k, 12, 9, 0.0, 24**-0.5, True)
+    assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
+    dq, dv = torch.empty_like(q), torch.empty_like(v)
+    row_sums = private("_flash_attn_varlen_backward")(dout, q, k, v, out, lse, dq, None, dv, cu_q, cu_k, 12, 9, 0.0, 24**-0.5,
+                                                      True, -1, -1, 0.0, None, False, rng_state)  # fmt: skip
+    assert torch.equal(dq, expected[0]) and torch.equal(dv, expected[2])
+    assert row_sums.shape == (4, q.shape[0] + 128 * len(LENGTHS))
+
+
+def test_parts_of_a_row_merge_by_lse():
+    """What ring attention does: two halves of the keys, joined by their lse, are the whole call; so are its gradients."""
+    q, k, v = tensors(seqlen_k=20)
+    whole_out, whole_lse, _ = flashtile.flash_attn_func(q, k, v, return_attn_probs=True)
+    forward, backward = private("_flash_attn_forward"), private("_flash_attn_backward")
+    options = (0.0, 0.25, False, -1, -1, 0.0, None)
+    halves = [(k[:, :8], v[:, :8]), (k[:, 8:], v[:, 8:])]
+    outs, lses = zip(*[forward(q, *half, *options, False)[:2] for half in halves])
+    weights = torch.softmax(torch.stack(lses), 0).transpose(2, 3)[..., None]
+    torch.testing.assert_close((torch.stack(outs) * weights).sum(0), whole_out)
+    torch.testing.assert_close(torch.logsumexp(torch.stack(lses), 0), whole_lse)
+    dout = torch.randn_like(q)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    backward(dout, q, k, v, whole_out, whole_lse, dq, dk, dv, *options, False)
+    total = torch.zeros_like(q)
+    for keys, (k_half, v_half) in zip((slice(0, 8), slice(8, 20)), halves):
+        part = [torch.empty_like(x) for x in (q, k_half, v_half)]
+        backward(dout, q, k_half, v_half, whole_out, whole_lse, *part, *options, False)
+        total += part[0]
+        torch.testing.assert_close(part[1], dk[:, keys])
+        torch.testing.assert_close(part[2], dv[:, keys])
+    torch.testing.assert_close(total, dq)
+
+
+def test_window_size_may_be_a_tensor():
     q, k, v = tensors()
-    with pytest.raises(UnsupportedError, match="return_attn_probs: expected dropout_p == 0"):
-        flashtile.flash_attn_func(q, k, v, 0.1, return_attn_probs=True)
+    expected = flashtile.flash_attn_func(q, k, v, window_size=(4, 3))
+    assert torch.equal(flashtile.flash_attn_func(q, k, v, window_size=torch.tensor([4, 3])), expected)
+
+
+def test_dropout_backward_needs_the_state():
+    q, k, v = tensors()
+    out, lse, _, _ = private("_flash_attn_forward")(q, k, v, 0.2, 0.25, False, -1, -1, 0.0, None, False)
+    with pytest.raises(UnsupportedError, match="rng_state: expected what the forward pass returned"):
+        private("_flash_attn_backward")(out, q, k, v, out, lse, None, None, None, 0.2, 0.25, False, -1, -1, 0.0, None, False)

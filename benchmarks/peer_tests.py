@@ -1,0 +1,114 @@
+"""Run the peers' own tests, unmodified, against flashtile: a random sample of their cases, on a GPU.
+
+    git clone https://github.com/Dao-AILab/flash-attention
+    python benchmarks/peer_tests.py fa2 flash-attention --cases 3000 --workers 8
+    python benchmarks/peer_tests.py fa3 flash-attention --cases 1500
+    python benchmarks/peer_tests.py fa3-compile flash-attention
+    python benchmarks/peer_tests.py fa2-rotary flash-attention --cases 200
+
+Needs pytest, einops, and pytest-xdist for --workers. The names flash_attn and flash_attn_interface are answered by
+`flashtile.compat.install()`; nothing of the peer is built or imported but its test files. Cases are drawn with --seed, the same
+number from each test function (all of one that has fewer). Further options go to pytest. Exits with pytest's code; --report
+writes a JSON summary. What fails for a reason is in docs/compat.md.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+from collections import Counter
+from math import prod
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# test file, and the environment that switches off what flashtile has not, in the words of the file
+SUITES = {
+    "fa2": ("tests/test_flash_attn.py", {}),
+    "fa2-rotary": ("tests/test_rotary.py", {}),
+    # LOCAL brings attention_chunk, HDIM64 value head dims of 512. One of its tests holds 70 GiB: no --workers
+    "fa3": ("hopper/test_flash_attn.py", {f"FLASH_ATTENTION_DISABLE_{x}": "TRUE" for x in ("FP8", "LOCAL", "HDIM64")}),
+    "fa3-compile": ("hopper/test_torch_compile_and_export.py", {}),
+}
+# Names of the variables that carry arguments to the workers of pytest-xdist
+CASES, SEED, FUNCTIONS = "FLASHTILE_PEER_CASES", "FLASHTILE_PEER_SEED", "FLASHTILE_PEER_FUNCTIONS"
+
+
+def pytest_configure(config):
+    from flashtile import compat
+
+    compat.install()
+
+
+def pytest_generate_tests(metafunc):
+    """Draw from the product of a function's parametrize marks: to collect all half a million would take minutes."""
+    marks = list(metafunc.definition.iter_markers("parametrize"))
+    if not marks:
+        return
+    names = [[name.strip() for name in mark.args[0].split(",")] for mark in marks]
+    values = [list(mark.args[1]) for mark in marks]
+    total = prod(map(len, values))
+    wanted = min(total, -(-int(os.environ[CASES]) // int(os.environ[FUNCTIONS])))
+    drawn = random.Random(f"{os.environ[SEED]} {metafunc.function.__name__}").sample(range(total), wanted)
+    cases = []
+    for number in drawn:
+        case = []
+        for argnames, choices in zip(names, values):
+            number, index = divmod(number, len(choices))
+            case += list(choices[index]) if len(argnames) > 1 else [choices[index]]
+        cases.append(tuple(case))
+    metafunc.definition.own_markers[:] = [mark for mark in metafunc.definition.own_markers if mark.name != "parametrize"]
+    metafunc.parametrize([name for argnames in names for name in argnames], cases)
+
+
+class Tally:
+    """Outcomes by test function, and the failed cases with the last line of their error."""
+
+    def __init__(self):
+        self.outcomes, self.failed = {}, {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            function = report.nodeid.split("::")[-1].split("[")[0]
+            self.outcomes.setdefault(function, Counter())[report.outcome] += 1
+            if report.outcome == "failed":
+                self.failed[report.nodeid.split("::")[-1]] = str(report.longrepr).strip().splitlines()[-1][:300]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("path", type=Path, help="the peer's repository")
+    parser.add_argument("--cases", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0, help="processes side by side (pytest-xdist)")
+    parser.add_argument("--report", type=Path, help="a JSON file for the outcome")
+    arguments, further = parser.parse_known_args()
+    import pytest
+
+    name, environment = SUITES[arguments.suite]
+    file = arguments.path / name
+    if not file.exists():
+        parser.error(f"{file} does not exist: give the root of the peer's repository")
+    functions = file.read_text().count("\ndef test_")
+    os.environ.update(environment | {CASES: str(arguments.cases), SEED: str(arguments.seed), FUNCTIONS: str(functions)})
+    # Workers find flashtile, this plugin, and what lies beside the test file
+    paths = [str(ROOT), str(Path(__file__).parent), str(file.parent)]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    tally = Tally()
+    command = [str(file), "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--rootdir", str(file.parent), "-q",
+               "--tb=line", "-c", os.devnull, *further]  # fmt: skip
+    if arguments.workers:
+        command += ["-n", str(arguments.workers)]
+    code = pytest.main(command, plugins=[tally])
+    summary = {"suite": arguments.suite, "cases": arguments.cases, "seed": arguments.seed, "environment": environment,
+               "outcomes": tally.outcomes, "failed": tally.failed}  # fmt: skip
+    print(json.dumps(summary, indent=1))
+    if arguments.report:
+        arguments.report.write_text(json.dumps(summary, indent=1))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""`flashtile warm`: compile the kernels of given cases into Triton's cache, so that later processes find them."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from flashtile.cli.common import MISSING, OK, Progress, ShapeFlags, command, complain, make_console
+
+
+def add(app) -> None:
+    app.command("warm")(command(warm))
+
+
+def warm(
+    shape: ShapeFlags,
+    forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward kernels out.")] = False,
+    device: Annotated[str, typer.Option("--device", help="cuda or cuda:N.")] = "cuda",
+) -> int:
+    """Compile the kernels of these cases ahead, and say how long each takes; needs the GPU that they are for.
+
+    They land in Triton's cache, ~/.triton/cache or $TRITON_CACHE_DIR. Any number of processes may fill and read it at once.
+    Give it a folder in an image of a container, or one that the nodes of a cluster share.
+    """
+    console = make_console()
+    with Progress(True) as progress:
+        progress.say("importing torch")
+        import torch
+
+        if not torch.cuda.is_available():
+            complain("warm: no CUDA device here. Kernels are compiled on the GPU that they are for.")
+            return MISSING
+        cases = shape.cases("bf16")
+        for case in cases:
+            progress.say(f"compiling {case.label()}")
+            seconds, tiers = _warm(case, device, forward_only)
+            progress.say("")
+            console.print(f"{case.label():48}  {seconds:6.1f} s   {tiers}", highlight=False)
+    from triton import knobs
+
+    console.print(f"[dim]in {knobs.cache.dir}[/]", highlight=False)
+    return OK
+
+
+def _warm(case, device, forward_only):
+    """(seconds, names of the tiers) of one case: compile side by side, then run once as a user would."""
+    import torch
+
+    from flashtile.bench import peers
+    from flashtile.bench.cases import make_inputs
+
+    begin = time.perf_counter()
+    q, k, v, dout = make_inputs(case, device, dout=not forward_only)
+    peers.compile_ahead(q, k, v, case, forward_only)
+    attend = peers.load("flashtile", device)
+    if not forward_only:
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, case)
+    if not forward_only:
+        torch.autograd.grad(out, (q, k, v), dout)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, peers.flashtile_kernels(case, "fwd" if forward_only else "fwd_bwd", device)

@@ -1,0 +1,400 @@
+"""FlashAttention 2's functions, with its signatures and conventions, over flashtile.api.
+
+    from flashtile import flash_attn_func  # for: from flash_attn import flash_attn_func
+
+What its conventions are, where they are not flashtile's own:
+
+- window_size=(left, right): a negative side is unbounded, and so is a side of seqlen_k and more (max_seqlen_k when packed).
+- A head dim that is no multiple of 8 is padded with zeros, a copy; softmax_scale defaults to the original head_dim ** -0.5.
+- A tensor whose last dim is not contiguous is copied.
+- return_attn_probs=True returns (out, lse, S_dmask). A row without a visible key has lse +inf. S_dmask is an empty tensor
+  without dropout; with it, see `dropped_scores`.
+- max_seqlen_q, max_seqlen_k and the two sides of window_size may be tensors; reading one waits for its device.
+
+What differs, because flash_attn is narrower there or its answer is an artefact of its kernels:
+
+- fp32 is taken too, and fp64 on a CPU; softcap goes with dropout; v may have a head dim of its own; CPU tensors work.
+- Gradients flow through lse; flash_attn ignores them.
+- With causal and ALiBi, lse is that of the documented bias -slope * |i + seqlen_k - seqlen_q - j|. flash_attn's causal kernel
+  adds slope * j instead: the same out, an lse that is larger by slope * (i + seqlen_k - seqlen_q).
+- The dropout mask is flashtile's own: another mask for the same seed, and a probability that is not rounded to 8 bits.
+- S_dmask is computed apart, in torch, in memory that grows with seqlen_q * seqlen_k.
+- A page of a cache may have any size, and a sequence appends to a paged cache as well as to another.
+
+The functions with an underscore are those that programs for long sequences import (ring attention, context parallelism): one
+direction each, without autograd, in flash_attn's order of arguments and results, keyword or not.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from flashtile import api, ops
+from flashtile.errors import UnsupportedError, explain
+from flashtile.problem import HEAD_DIM_MULTIPLE, INT32_MAX, AttentionProblem, Operands
+from flashtile.reference.dropout import keep_scale
+from flashtile.reference.lengths import sequences
+from flashtile.reference.scores import logits
+from flashtile.reference.softmax import pivot
+
+# flash_attn's switch for its kernels on AMD GPUs
+USE_TRITON_ROCM = False
+# Rows and columns of S_dmask are padded to a multiple of this, and so many columns share a running maximum.
+PROBS_BLOCK = 128
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flashtile.attention` under flash_attn's name and conventions (see the module).
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), fp16, bf16 or fp32; head_dim at most 256.
+        k: (batch, seqlen_k, num_heads_kv, head_dim); num_heads % num_heads_kv == 0.
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v).
+        dropout_p: probability of dropping an attention weight; 0.0 in evaluation.
+        softmax_scale: default head_dim ** -0.5.
+        causal: hide keys after the query, aligned bottom-right.
+        window_size: (left, right) tokens around that diagonal; negative is unbounded.
+        softcap: softcap * tanh(score / softcap); 0.0 is off.
+        alibi_slopes: (num_heads,) or (batch, num_heads), fp32.
+        deterministic: the same bits in every backward pass.
+        return_attn_probs: also return lse and S_dmask.
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse, S_dmask), lse
+        (batch, num_heads, seqlen_q), fp32, natural log, +inf in rows without a visible key; S_dmask as `dropped_scores`, empty
+        without dropout.
+    Raises:
+        As `flashtile.attention`.
+    """
+    options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    operands = Operands(*map(_prepared, (q, k, v)), alibi_slopes=_detached(alibi_slopes))
+    return _attend(operands, options, v.shape[-1], return_attn_probs)
+
+
+def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                             alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_func` with k and v in one tensor, kv (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                              alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_func` with q, k and v in one tensor, qkv (batch, seqlen, 3, num_heads, head_dim)."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+                           return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                           causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                           return_attn_probs=False, block_table=None):  # fmt: skip
+    """`flashtile.attention_varlen` under flash_attn's name and conventions (see the module).
+
+    Args:
+        q: (total_q, num_heads, head_dim); k: (total_k, num_heads_kv, head_dim); v: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q: (batch + 1,), int32; sequence b owns rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. cu_seqlens_k: the
+            same for k and v.
+        max_seqlen_q: the longest query sequence, an int, or a tensor at the price of a wait; max_seqlen_k: the same for keys.
+        block_table: (batch, pages of a sequence), int32: k and v are pages (num_pages, page_size, num_heads_kv, head_dim), and
+            cu_seqlens_k gives the lengths alone. No gradients, no dropout.
+        The rest as in `flash_attn_func`.
+    Returns:
+        out (total_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse, S_dmask), lse (num_heads, total_q),
+        fp32. Rows that belong to no sequence have out 0 and lse +inf (flash_attn leaves them uninitialised).
+    Raises:
+        As `flashtile.attention_varlen`, with block_table as `flashtile.attention_with_kvcache`.
+    """
+    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    if block_table is not None:
+        out, lse, empty, _ = _flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, *window_size,
+            softcap, alibi_slopes, block_table=block_table,
+        )  # fmt: skip
+        return (out, lse, empty) if return_attn_probs else out
+    options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    operands = Operands(*map(_prepared, (q, k, v)), cu_seqlens_q, cu_seqlens_k, alibi_slopes=_detached(alibi_slopes))
+    return _attend(operands, options | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, v.shape[-1],
+                   return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                                    deterministic=False, return_attn_probs=False):  # fmt: skip
+    """`flash_attn_varlen_func` with k and v in one tensor, kv (total_k, 2, num_heads_kv, head_dim)."""
+    k, v = kv.unbind(-3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+                                  causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
+                                     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                                     return_attn_probs=False):  # fmt: skip
+    """`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, num_heads, head_dim), and the same lengths."""
+    q, k, v = qkv.unbind(-3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+                                  window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # fmt: skip
+    """`flashtile.attention_with_kvcache` under flash_attn's name and conventions (see the module). No gradients.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim).
+        k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), or pages (num_pages, page_size, num_heads_kv, head_dim)
+            with block_table; v_cache: the same. A head dim that is no multiple of 8 makes a copy of the cache.
+        k, v: (batch, seqlen_new, num_heads_kv, head_dim), written into the cache behind cache_seqlens before attention.
+        rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2); rotate q and k, see `flashtile.attention_with_kvcache`.
+        cache_seqlens: an int or (batch,), int32: the lengths before the append.
+        cache_batch_idx, cache_leftpad, block_table: as in `flashtile.attention_with_kvcache`.
+        num_splits: into how many parts keys are cut; 0 lets flashtile choose.
+        The rest as in `flash_attn_func`.
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim); with return_softmax_lse (out, lse), lse (batch, num_heads, seqlen_q), fp32,
+        +inf in rows without a visible key.
+    Raises:
+        As `flashtile.attention_with_kvcache`.
+    """
+    capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
+    return _with_cache(
+        q, k_cache, v_cache, capacity, window_size, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        softmax_scale=softmax_scale, causal=causal, softcap=softcap, rotary_interleaved=rotary_interleaved,
+        alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
+    )  # fmt: skip
+
+
+def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+                        return_softmax):  # fmt: skip
+    """One forward pass without autograd.
+
+    Args:
+        As `flash_attn_func`; softmax_scale is needed; head dims are multiples of 8.
+        return_softmax: also make S_dmask; needs dropout.
+    Returns:
+        (out, lse (batch, num_heads, seqlen_q), S_dmask or an empty tensor, rng_state int64 (2,)).
+    """
+    options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    return _forward(Operands(*map(_contiguous, (q, k, v)), alibi_slopes=alibi_slopes), options, return_softmax)
+
+
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None,
+    seqused_k=None, zero_tensors=False, num_splits=0,
+):  # fmt: skip
+    """`_flash_attn_forward` on packed sequences; lse (num_heads, total_q).
+
+    Args:
+        block_table, leftpad_k: keys in pages or in a cache, see `flash_attn_varlen_func`; cu_seqlens_k gives lengths alone.
+        seqused_k: (batch,), int32: the lengths instead of those of cu_seqlens_k.
+        num_splits: into how many parts keys in pages are cut; else nothing.
+        zero_tensors: rows of no sequence are always 0.
+    """
+    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    window_size = window_size_left, window_size_right
+    if block_table is not None or leftpad_k is not None:
+        if dropout_p:
+            raise UnsupportedError(explain("block_table", "dropout_p == 0 beside it", f"dropout_p = {dropout_p}"))
+        out, lse = _with_cache(
+            q, k, v, max_seqlen_k, window_size, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+            cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k, block_table=block_table,
+            cache_leftpad=leftpad_k, softmax_scale=softmax_scale, causal=causal, softcap=softcap, alibi_slopes=alibi_slopes,
+            num_splits=num_splits, return_lse=True,
+        )  # fmt: skip
+        return out, lse, out.new_empty((0,)), out.new_zeros((2,), dtype=torch.int64)
+    options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap)
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes)
+    return _forward(operands, options, return_softmax)
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+    alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    """One backward pass without autograd.
+
+    Args:
+        dout, q, k, v, out: as `_flash_attn_forward` has them.
+        softmax_lse: (batch, num_heads, seqlen_q), fp32; that of the whole row, where out is one part of it.
+        dq, dk, dv: written in place; None is left out.
+        rng_state: what the forward pass returned; needed with dropout.
+    Returns:
+        rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128).
+    """
+    options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
+                       deterministic)  # fmt: skip
+    operands = Operands(*map(_contiguous, (q, k, v)), alibi_slopes=alibi_slopes, rng_state=rng_state)
+    row_sums = _backward(operands, options, dout, out, softmax_lse, (dq, dk, dv)).transpose(1, 2)
+    return F.pad(row_sums, (0, -row_sums.shape[-1] % PROBS_BLOCK))
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    zero_tensors=False,
+):  # fmt: skip
+    """`_flash_attn_backward` on packed sequences; lse (num_heads, total_q), and returns (num_heads, total_q + 128 * batch), of
+    which the first total_q columns are rowsum(dout * out) and the rest 0."""
+    options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
+                       deterministic)  # fmt: skip
+    options |= {"max_seqlen_q": _as_int(max_seqlen_q), "max_seqlen_k": _as_int(max_seqlen_k)}
+    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes,
+                        rng_state=rng_state)  # fmt: skip
+    row_sums = _backward(operands, options, dout, out, softmax_lse, (dq, dk, dv)).transpose(0, 1)
+    return F.pad(row_sums, (0, PROBS_BLOCK * (cu_seqlens_q.shape[0] - 1)))
+
+
+# Names of the same functions for torch.compile, which needs no other ones here
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _get_block_size_n(device, head_dim, is_dropout, is_causal):
+    """How many columns of S_dmask share a running maximum; here the same number always."""
+    return PROBS_BLOCK
+
+
+def dropped_scores(operands, problem):
+    """S_dmask: the weights that dropout dropped and kept, as flash_attn shows them for tests.
+
+    Element (i, j) is exp(score - m), negative where it is dropped, m being the largest score of row i in the block of
+    PROBS_BLOCK keys that holds j and in all later ones; times exp(m - lse) it is the softmax.
+
+    Returns:
+        (batch, num_heads, seqlen_q, seqlen_k), both lengths rounded up to PROBS_BLOCK, the dtype of q; 0 outside.
+    """
+    rows_q, rows_k = (-(-n // PROBS_BLOCK) * PROBS_BLOCK for n in (problem.seqlen_q, problem.seqlen_k))
+    result = operands.q.new_zeros(problem.batch, problem.num_heads, rows_q, rows_k)
+    for seqs in sequences(operands, problem):
+        if not seqs.seqlen_q or not seqs.seqlen_k:
+            continue
+        rows, cols = slice(0, seqs.seqlen_q), slice(0, seqs.seqlen_k)
+        scores = torch.einsum("bhgmd,bhnd->bhgmn", seqs.of_q(operands.q).float(), seqs.of_k(operands.k).float())
+        scores = logits(scores, rows, cols, seqs, operands.alibi_slopes)
+        blocks = F.pad(scores, (0, -seqs.seqlen_k % PROBS_BLOCK), value=float("-inf")).unflatten(-1, (-1, PROBS_BLOCK))
+        row_max = blocks.amax(-1).flip(-1).cummax(-1).values.flip(-1)
+        weights = torch.exp(blocks - pivot(row_max)[..., None]).flatten(-2)[..., : seqs.seqlen_k]
+        kept = keep_scale(rows, cols, seqs, operands.rng_state, torch.float32) > 0
+        signed = torch.where(kept, weights, -weights).flatten(1, 2)
+        result[seqs.batch, :, : seqs.seqlen_q, : seqs.seqlen_k] = signed.to(result.dtype)
+    return result
+
+
+def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, softmax_scale, return_lse, **options):
+    """A call on a cache; one with a head dim that must be padded goes over a copy, and what it appends is copied back."""
+    q, k_cache, v_cache, k, v = (None if x is None else x.detach() for x in (q, k_cache, v_cache, k, v))
+    options["alibi_slopes"] = _detached(options["alibi_slopes"])
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    caches = _prepared(k_cache), _prepared(v_cache)
+    result = api.attention_with_kvcache(
+        _prepared(q), *caches, k=None if k is None else _prepared(k), v=None if v is None else _prepared(v),
+        window=_window(window_size, capacity), softmax_scale=scale, return_lse=return_lse, **options,
+    )  # fmt: skip
+    if k is not None:
+        for cache, used in zip((k_cache, v_cache), caches):
+            if used is not cache:
+                cache.copy_(used[..., : cache.shape[-1]])
+    out, lse = result if return_lse else (result, None)
+    if out.shape[-1] != v_cache.shape[-1]:
+        out = out[..., : v_cache.shape[-1]]
+    return (out, _convert_lse(lse)) if return_lse else out
+
+
+def _window(window_size, seqlen_k):
+    """flash_attn's window in flashtile's words."""
+    return tuple(None if side < 0 else _unless_all(side, seqlen_k) for side in map(_as_int, window_size))
+
+
+def _unless_all(side, seqlen_k):
+    """A side of a window; unbounded where it is as long as all keys."""
+    if torch.compiler.is_compiling():
+        # In arithmetic: a question would give lengths below the window a graph of their own.
+        return min(side + side // max(seqlen_k, 1) * INT32_MAX, INT32_MAX)
+    return None if side >= seqlen_k else side
+
+
+def _options(q, seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic=False):
+    """flash_attn's options in flashtile's words."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return dict(causal=causal, window=_window(window_size, seqlen_k), softmax_scale=scale, softcap=softcap,
+                dropout_p=dropout_p, deterministic=deterministic)  # fmt: skip
+
+
+def _attend(operands, options, head_dim_v, return_attn_probs):
+    """One differentiable call. operands may have padded head dims, head_dim_v is without."""
+    with_probs = return_attn_probs and options["dropout_p"] > 0
+    if with_probs:
+        operands = operands._replace(rng_state=ops.draw_rng_state(operands.q.device))
+    result = ops.attention(operands, **options, return_lse=return_attn_probs)
+    out, lse = result if return_attn_probs else (result, None)
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    if not return_attn_probs:
+        return out
+    return out, _convert_lse(lse), _probs(operands, options) if with_probs else out.new_empty((0,))
+
+
+def _forward(operands, options, return_softmax):
+    if options["dropout_p"] > 0:
+        operands = operands._replace(rng_state=ops.draw_rng_state(operands.q.device))
+    out, lse = ops.forward_op(*operands, *_flat(options))
+    probs = _probs(operands, options) if return_softmax and options["dropout_p"] > 0 else out.new_empty((0,))
+    rng_state = out.new_zeros((2,), dtype=torch.int64) if operands.rng_state is None else operands.rng_state
+    return out, _convert_lse(lse), probs, rng_state
+
+
+@torch.no_grad()
+def _backward(operands, options, dout, out, lse, gradients):
+    """Write the gradients; returns rowsum(dout * out), fp32, in the order of out."""
+    if options["dropout_p"] > 0 and operands.rng_state is None:
+        raise UnsupportedError(explain("rng_state", "what the forward pass returned, with dropout", None))
+    if options["dropout_p"] == 0:
+        operands = operands._replace(rng_state=None)
+    lse = torch.where(lse == float("inf"), float("-inf"), lse).contiguous()
+    results = ops.backward_op(_contiguous(dout), None, _contiguous(out), lse, *operands, *_flat(options))
+    for wanted, result in zip(gradients, results):
+        if wanted is not None:
+            wanted.copy_(result)
+    return (dout * out).sum(-1, dtype=torch.float32)
+
+
+def _flat(options):
+    """The options as the ops take them."""
+    return (options.get("max_seqlen_q"), options.get("max_seqlen_k"), options["causal"], *options["window"],
+            options["softmax_scale"], options["softcap"], options["dropout_p"], options["deterministic"], True)  # fmt: skip
+
+
+@torch.no_grad()
+def _probs(operands, options):
+    return dropped_scores(operands, AttentionProblem.of_call(operands, **options))
+
+
+def _convert_lse(lse):
+    return torch.where(lse == float("-inf"), float("inf"), lse)
+
+
+def _contiguous(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _prepared(x):
+    """x with a contiguous last dim, padded with zeros to a multiple of 8; x itself where it is so already."""
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    return F.pad(x, (0, missing)) if missing else _contiguous(x)
+
+
+def _detached(alibi_slopes):
+    return None if alibi_slopes is None else alibi_slopes.detach()
+
+
+def _as_int(length):
+    return int(length) if isinstance(length, torch.Tensor) else length
+

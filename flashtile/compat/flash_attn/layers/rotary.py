@@ -1,0 +1,189 @@
+"""flash_attn.layers.rotary: rotary position embeddings of packed and batched rows, in torch operations.
+
+A pair (a, b) of a row at position t becomes (a cos_t - b sin_t, a sin_t + b cos_t), computed in fp32. Pairs are elements i and
+i + rotary_dim / 2 (GPT-NeoX), or with interleaved elements 2i and 2i + 1 (GPT-J). Elements past rotary_dim stay as they are,
+and so do rows at positions that the tables do not have. The gradient is the rotation backwards; cos and sin have none.
+Source: Su et al. 2021, RoFormer, section 3.2.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from flashtile.errors import ShapeError, explain
+
+
+def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
+    """x with the first rotary_dim elements of each row rotated.
+
+    Args:
+        x: (batch, seqlen, heads, dim), or (total, heads, dim) with cu_seqlens.
+        cos: (positions, rotary_dim / 2), rotary_dim <= dim; sin: the same.
+        interleaved: pairs of neighbours instead of halves.
+        inplace: write to x. Use only what is returned afterwards; a gradient of x is that before the rotation.
+        seqlen_offsets: position of each sequence's first row, an int or (batch,) integers on x's device.
+        cu_seqlens: (batch + 1,), int32; sequence b owns rows cu_seqlens[b] to cu_seqlens[b + 1] - 1.
+        max_seqlen: the longest sequence; not needed here.
+    Returns:
+        The shape and dtype of x.
+    Raises:
+        ShapeError: cos and sin differ, or are wider than x or, where seqlen_offsets is an int, shorter.
+    """
+    tables = _tables(cos, sin, x.shape[0] if cu_seqlens is not None else x.shape[1], seqlen_offsets, cu_seqlens)
+    return _Rotary.apply(x, (tables,), (None,), interleaved, inplace)
+
+
+# an older name of it
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+    """`apply_rotary_emb` in the dtype of x by operations that autograd sees: cos and sin have gradients.
+
+    cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2).
+    """
+    pairs = cos.shape[-1]
+    first, second = _pairs(x, pairs, interleaved)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], -1 if interleaved else -2)
+    return torch.cat([rotated.flatten(-2), x[..., 2 * pairs :]], -1)
+
+
+def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
+    """Rotate queries and keys of a packed tensor in place, and return it.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv, dim) with num_heads_q.
+        cos_k, sin_k: tables of the keys; default those of the queries.
+        The rest as in `apply_rotary_emb`.
+    """
+    if qkv.dim() == 5:
+        parts = slice(0, 1), slice(1, 2)
+    elif num_heads_q is None:
+        raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it", tuple(qkv.shape)))
+    else:
+        num_heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        parts = slice(0, num_heads_q), slice(num_heads_q, num_heads_q + num_heads_kv)
+    tables_q = _tables(cos, sin, qkv.shape[1], seqlen_offsets)
+    tables_k = tables_q if cos_k is None else _tables(cos_k, sin_k, qkv.shape[1], seqlen_offsets)
+    return _Rotary.apply(qkv, (tables_q, tables_k), parts, interleaved, True)
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
+    """Rotate the keys of kv (batch, seqlen, 2, heads, dim) in place, and return it; arguments as in `apply_rotary_emb`."""
+    return _Rotary.apply(kv, (_tables(cos, sin, kv.shape[1], seqlen_offsets),), (slice(0, 1),), interleaved, True)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Tables of cos and sin for the angles t * base ** (-2i / dim), made as long as needed, and their application in place.
+
+    scale_base: not None scales queries up and keys down with their position (XPos, Sun et al. 2022).
+    """
+
+    def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", self.base ** (-even / dim), persistent=False)
+        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._cached = None
+
+    def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
+        """Rotate qkv, or q and kv, in place.
+
+        Args:
+            qkv: as in `apply_rotary_emb_qkv_`, or with kv only q, (batch, seqlen, heads, dim).
+            kv: (batch, seqlen, 2, heads, dim).
+            seqlen_offset: an int, or (batch,) integers with max_seqlen.
+            max_seqlen: length of the tables; default seqlen + seqlen_offset.
+        Returns:
+            qkv, or (q, kv).
+        """
+        if max_seqlen is None:
+            if isinstance(seqlen_offset, torch.Tensor):
+                raise ShapeError(explain("max_seqlen", "an int where seqlen_offset is a tensor", None))
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        cos, sin, cos_k, sin_k = self._tables(max_seqlen, qkv)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+    def _tables(self, seqlen, like):
+        """(cos, sin, cos_k, sin_k), kept from call to call."""
+        key = like.device, like.dtype, torch.is_inference_mode_enabled()
+        if self._cached is None or self._cached[0] != key or self._cached[1][0].shape[0] < seqlen:
+            positions = torch.arange(seqlen, device=like.device, dtype=torch.float32)
+            # The module may have been cast: angles need fp32.
+            even = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float32)
+            angles = torch.outer(positions, self.base ** (-even / self.dim))
+            cos, sin = angles.cos(), angles.sin()
+            grown = 1.0
+            if self.scale is not None:
+                grown = self.scale.to(like.device).float() ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+            tables = cos * grown, sin * grown, cos / grown, sin / grown
+            self._cached = key, tuple(table.to(like.dtype) for table in tables)
+        return self._cached[1]
+
+
+class _Rotary(torch.autograd.Function):
+    """Rotate parts of x. tables: (cos, sin) of each part. parts: slices of dim 2, or None for x itself."""
+
+    @staticmethod
+    def forward(ctx, x, tables, parts, interleaved, inplace):
+        ctx.arguments = tables, parts, interleaved
+        return _rotate_(x if inplace else x.clone(), tables, parts, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        tables, parts, interleaved = ctx.arguments
+        backwards = tuple((cos, -sin) for cos, sin in tables)
+        return _rotate_(dout.clone(), backwards, parts, interleaved), None, None, None, None
+
+
+def _rotate_(x, tables, parts, interleaved):
+    for (cos, sin), part in zip(tables, parts):
+        rows = x if part is None else x[:, :, part]
+        if rows.dim() == 5:
+            cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        first, second = _pairs(rows, cos.shape[-1], interleaved)
+        a, b = first.to(cos.dtype), second.to(cos.dtype)
+        rotated = a * cos - b * sin, a * sin + b * cos
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
+    return x
+
+
+def _pairs(x, pairs, interleaved):
+    """Views of the first and the second element of each pair."""
+    if 2 * pairs > x.shape[-1]:
+        raise ShapeError(explain("cos", f"at most {x.shape[-1] // 2} columns, half of the dim of x", pairs))
+    if interleaved:
+        return x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]
+
+
+def _tables(cos, sin, seqlen, offsets, cu_seqlens=None):
+    """cos and sin of each row, fp32 (fp64 for fp64), as (seqlen, 1, pairs) or (batch, seqlen, 1, pairs); seqlen is the total
+    of packed rows."""
+    if cos.dim() != 2 or cos.shape != sin.shape:
+        expected = f"(positions, rotary_dim / 2), the shape of cos, {tuple(cos.shape)}"
+        raise ShapeError(explain("sin", expected, tuple(sin.shape)))
+    cos, sin = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (cos, sin))
+    if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
+        if offsets + seqlen > cos.shape[0]:
+            raise ShapeError(explain("cos", f"at least seqlen_offsets + seqlen = {offsets + seqlen} rows", cos.shape[0]))
+        return cos[offsets : offsets + seqlen, None], sin[offsets : offsets + seqlen, None]
+    positions = torch.arange(seqlen, device=cos.device)
+    if cu_seqlens is None:
+        positions = positions + offsets[:, None]
+    else:
+        # Rows past the last sequence count as one more.
+        sequence = torch.searchsorted(cu_seqlens, positions, right=True) - 1
+        positions = positions - cu_seqlens[sequence]
+        positions = positions + (F.pad(offsets, (0, 1))[sequence] if isinstance(offsets, torch.Tensor) else offsets)
+    there = (positions < cos.shape[0])[..., None]
+    nearest = positions.clamp(max=cos.shape[0] - 1)
+    return torch.where(there, cos[nearest], 1.0).unsqueeze(-2), torch.where(there, sin[nearest], 0.0).unsqueeze(-2)

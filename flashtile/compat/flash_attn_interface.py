@@ -1,0 +1,276 @@
+"""FlashAttention 3's functions, with its signatures and conventions, over flashtile.api.
+
+    from flashtile.compat.flash_attn_interface import flash_attn_func  # for: from flash_attn_interface import flash_attn_func
+
+Against FlashAttention 2 (`flashtile.compat.flash_attn`): the fourth argument is softmax_scale, there is neither dropout nor
+ALiBi, block_table is called page_table, return_attn_probs=True gives (out, lse), and a row without a visible key has lse -inf.
+What is said there of windows, padded head dims and strides holds here too.
+
+What differs, or means nothing here:
+
+- num_splits (but in flash_attn_with_kvcache), pack_gqa, sm_margin and scheduler_metadata choose how FlashAttention 3's kernels
+  share out their work; they are taken and change nothing. get_scheduler_metadata gives an empty tensor.
+- qv, the second part of the queries, is put beside q, and v beside k: a copy, and head_dim + head_dim_v at most 256.
+- fp8 with its descales is taken by flash_attn_with_kvcache alone.
+- attention_chunk is refused.
+- Keys of length 0 have lse -inf as any empty row; flash_attn_interface gives +inf there.
+- The third and fourth of flash_attn_with_kvcache's results are empty: parts are merged before it returns.
+"""
+
+import torch
+
+from flashtile import api, ops
+from flashtile.compat.flash_attn.flash_attn_interface import (
+    PROBS_BLOCK,
+    _as_int,
+    _contiguous,
+    _flat,
+    _prepared,
+    _window,
+)
+from flashtile.errors import ShapeError, UnsupportedError, explain
+from flashtile.problem import MAX_HEAD_DIM, Operands
+
+LATENT = "Multi-head latent attention over a cache is in flashtile.compat.flash_mla."
+
+
+def flash_attn_func(
+    q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """`flashtile.attention` under FlashAttention 3's name and conventions (see the module).
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), fp16, bf16 or fp32; head_dim at most 256.
+        k: (batch, seqlen_k, num_heads_kv, head_dim); num_heads % num_heads_kv == 0.
+        v: (batch, seqlen_k, num_heads_kv, head_dim_v).
+        softmax_scale: default head_dim ** -0.5, with qv (head_dim + head_dim_v) ** -0.5.
+        causal: hide keys after the query, aligned bottom-right.
+        qv: (batch, seqlen_q, num_heads, head_dim_v); scores are q kᵀ + qv vᵀ.
+        window_size: (left, right) tokens around that diagonal; negative is unbounded.
+        softcap: softcap * tanh(score / softcap); 0.0 is off.
+        deterministic: the same bits in every backward pass.
+        return_attn_probs: also return lse.
+    Returns:
+        out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse), lse
+        (batch, num_heads, seqlen_q), fp32, natural log, -inf in rows without a visible key.
+    Raises:
+        As `flashtile.attention`. UnsupportedError: descales, attention_chunk, a qv that does not fit.
+    """
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    options = _options(q, k.shape[1], softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
+    return _attend(Operands(*_with_qv(q, k, v, qv)), options, v.shape[-1], return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+    causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """`flashtile.attention_varlen` under FlashAttention 3's name and conventions (see the module).
+
+    Args:
+        q: (total_q, num_heads, head_dim); k: (total_k, num_heads_kv, head_dim); v: (total_k, num_heads_kv, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32.
+        max_seqlen_q, max_seqlen_k: the longest sequences, ints, or tensors at the price of a wait.
+        seqused_q, seqused_k: (batch,), int32; of sequence b only the first seqused[b] rows are used.
+        The rest as in `flash_attn_func`.
+    Returns:
+        out (total_q, num_heads, head_dim_v); with return_attn_probs (out, lse), lse (num_heads, total_q), fp32.
+    Raises:
+        As `flashtile.attention_varlen`. UnsupportedError: descales, attention_chunk, a qv that does not fit.
+    """
+    _refuse_fp8(q_descale, k_descale, v_descale)
+    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    options = _options(q, max_seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    operands = Operands(*_with_qv(q, k, v, qv), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return _attend(operands, options, v.shape[-1], return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    """`flash_attn_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, num_heads, head_dim), or (batch, seqlen, num_heads_q + 2 * num_heads_kv, head_dim).
+        num_heads_q: heads of q in the second form.
+        The rest as in `flash_attn_func`.
+    """
+    if qkv.dim() == 5:
+        q, k, v = qkv.unbind(2)
+    elif num_heads_q is None:
+        raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it", tuple(qkv.shape)))
+    else:
+        num_heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, num_heads_kv, num_heads_kv], 2)
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+                           softcap, deterministic=deterministic, return_attn_probs=return_attn_probs)  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+    return_softmax_lse=False,
+):  # fmt: skip
+    """`flashtile.attention_with_kvcache` under FlashAttention 3's name and conventions (see the module). No gradients.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with cu_seqlens_q and max_seqlen_q.
+        k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), or pages (num_pages, page_size, num_heads_kv, head_dim)
+            with page_table; v_cache: the same with head_dim_v. Head dims are multiples of 8.
+        page_table: (batch, pages of a sequence), int32; with cache_batch_idx (batch_cache, pages of a sequence), of which it
+            picks rows.
+        qv: must be None.
+        The rest as in `flashtile.attention_with_kvcache`.
+    Returns:
+        out; with return_softmax_lse (out, lse, empty, empty).
+    Raises:
+        As `flashtile.attention_with_kvcache`. UnsupportedError: attention_chunk, qv.
+    """
+    _refuse_chunk(attention_chunk)
+    if qv is not None:
+        raise UnsupportedError(explain("qv", "None", f"shape {tuple(qv.shape)}", LATENT))
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
+    capacity = k_cache.shape[1] if page_table is None else k_cache.shape[1] * page_table.shape[1]
+    result = api.attention_with_kvcache(
+        _contiguous(q), _contiguous(k_cache), _contiguous(v_cache), k=k, v=v, cache_seqlens=cache_seqlens,
+        block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=_as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=rotary_interleaved,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,
+        window=_window(window_size, capacity), softmax_scale=softmax_scale,
+        softcap=softcap, num_splits=num_splits, return_lse=return_softmax_lse,
+    )  # fmt: skip
+    return (*result, *_no_parts(q)) if return_softmax_lse else result
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """`flashtile.combine` under FlashAttention 3's name.
+
+    Args:
+        out_partial: (splits, batch, seqlen_q, num_heads, head_dim_v).
+        lse_partial: (splits, batch, seqlen_q, num_heads), fp32: heads last, other than flashtile's.
+        out: where to write, or None. out_dtype: of the result; default that of out_partial.
+    Returns:
+        (out, lse (batch, seqlen_q, num_heads)).
+    """
+    merged, lse = api.combine(out_partial, lse_partial.transpose(2, 3), out_dtype=out_dtype)
+    return merged if out is None else out.copy_(merged), lse.transpose(1, 2)
+
+
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=torch.bfloat16,
+    headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, max_seqlen_k_new=0,
+    causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """An empty int32 tensor on the device of cache_seqlens: flashtile plans a call inside of it."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _flash_attn_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None,
+    rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    """One forward pass without autograd, batched or packed (with cu_seqlens_q and cu_seqlens_k).
+
+    What belongs to a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos) is `flash_attn_with_kvcache`'s.
+
+    Returns:
+        (out, lse, empty, empty); out_ is written, and returned as out, where it is given.
+    """
+    cache = {"k_new": k_new, "page_table": page_table, "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k,
+             "rotary_cos": rotary_cos}  # fmt: skip
+    for name, x in cache.items():
+        if x is not None:
+            raise UnsupportedError(explain(name, "None", f"shape {tuple(x.shape)}", "Call flash_attn_with_kvcache."))
+    with torch.no_grad():
+        if cu_seqlens_q is None:
+            out, lse = flash_attn_func(q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale,
+                                       (window_size_left, window_size_right), attention_chunk, softcap,
+                                       return_attn_probs=True)  # fmt: skip
+        else:
+            out, lse = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+                                              seqused_k, softmax_scale, causal, qv, q_descale, k_descale, v_descale,
+                                              (window_size_left, window_size_right), attention_chunk, softcap,
+                                              return_attn_probs=True)  # fmt: skip
+        return out if out_ is None else out_.copy_(out), lse, *_no_parts(q)
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    """One backward pass without autograd, batched or packed; dq, dk and dv are written where they are given.
+
+    Returns:
+        rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128) or (num_heads, total_q rounded up to 128).
+    """
+    packed = cu_seqlens_q is not None
+    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    options = _options(q, max_seqlen_k if packed else k.shape[1], softmax_scale, is_causal, None,
+                       (window_size_left, window_size_right), 0, softcap, deterministic)  # fmt: skip
+    if packed:
+        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+    with torch.no_grad():
+        results = ops.backward_op(_contiguous(dout), None, _contiguous(out), softmax_lse.contiguous(), *operands,
+                                  *_flat(options))  # fmt: skip
+        for wanted, result in zip((dq, dk, dv), results):
+            if wanted is not None:
+                wanted.copy_(result)
+        row_sums = (dout * out).sum(-1, dtype=torch.float32).transpose(-1, -2)
+    return torch.nn.functional.pad(row_sums, (0, -row_sums.shape[-1] % PROBS_BLOCK))
+
+
+def _options(q, seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):
+    """FlashAttention 3's options in flashtile's words."""
+    _refuse_chunk(attention_chunk)
+    if softmax_scale is None:
+        softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
+    return dict(causal=causal, window=_window(window_size, seqlen_k), softmax_scale=softmax_scale, softcap=softcap,
+                dropout_p=0.0, deterministic=deterministic)  # fmt: skip
+
+
+def _with_qv(q, k, v, qv):
+    """q, k and v as they go into a call: q kᵀ + qv vᵀ is one product of longer rows."""
+    if qv is not None:
+        if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
+            expected = f"head_dim + head_dim_v of at most {MAX_HEAD_DIM}"
+            raise UnsupportedError(explain("qv", expected, f"{q.shape[-1]} + {v.shape[-1]}", LATENT))
+        q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    return tuple(map(_prepared, (q, k, v)))
+
+
+def _attend(operands, options, head_dim_v, return_lse):
+    result = ops.attention(operands, **options, return_lse=return_lse)
+    out, lse = result if return_lse else (result, None)
+    if out.shape[-1] != head_dim_v:
+        out = out[..., :head_dim_v]
+    return (out, lse) if return_lse else out
+
+
+def _no_parts(q):
+    """What stands for the outputs and lse of single parts."""
+    return tuple(torch.empty(0, dtype=torch.float32, device=q.device) for _ in range(2))
+
+
+def _refuse_chunk(attention_chunk):
+    if attention_chunk:
+        raise UnsupportedError(explain("attention_chunk", "0", attention_chunk,
+                                       "Pack the chunks as sequences of their own: attention_varlen."))  # fmt: skip
+
+
+def _refuse_fp8(*descales):
+    if any(x is not None for x in descales):
+        raise UnsupportedError(explain("descales", "None: fp8 is for flash_attn_with_kvcache", "a tensor",
+                                       "Multiply them out: (q.float() * q_descale).bfloat16()."))  # fmt: skip

@@ -1,0 +1,1 @@
+"""flashtile inside other libraries: transformers, and torch's scaled_dot_product_attention. Nothing is active on import."""

@@ -1,0 +1,165 @@
+"""flashtile as an attention implementation of Hugging Face transformers (5.x).
+
+    from flashtile.integrations import transformers as flashtile_transformers
+
+    flashtile_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ftile")   # or
+    model.set_attn_implementation("ftile")
+
+Training and generation: padding masks (batch, seqlen), packed sequences (cu_seq_lens_q and their kin, or position_ids that
+begin anew, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches. Padded tokens
+get output 0. A window counts tokens, not the padding between them, as transformers' own flash attention does. Prepared masks
+of four dims are refused: what they hide is known to no one.
+
+A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flashtile import api
+from flashtile.errors import UnsupportedError, ValueRangeError, explain
+
+# Not "flashtile": transformers takes every name with "flash" in it for one of its own, and asks its hub for the kernel.
+NAME = "ftile"
+
+
+def register(name=NAME):
+    """Make attn_implementation=name known to transformers: the attention, and the mask that goes with it.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueRangeError: a name with "flash" in it.
+    """
+    if "flash" in name:
+        way_out = "transformers looks for such names on its hub."
+        raise ValueRangeError(explain("name", 'a name without "flash"', repr(name), way_out))
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, padding_mask)
+
+
+def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
+              is_causal=None, s_aux=None, cu_seq_lens_q=None, cu_seq_lens_k=None, max_length_q=None, max_length_k=None,
+              position_ids=None, deterministic=None, **kwargs):  # fmt: skip
+    """What transformers calls in each layer.
+
+    Args:
+        module: the layer; its is_causal holds where is_causal is None.
+        query: (batch, num_heads, seqlen_q, head_dim); key: (batch, num_heads_kv, seqlen_k, head_dim); value: the same.
+        attention_mask: what `padding_mask` gave: (batch, at most seqlen_k), bool, or None.
+        sliding_window: a query sees itself and sliding_window - 1 keys before it (without causal also after it).
+        s_aux: (num_heads,), sinks.
+        The rest under transformers' names; further keyword arguments are of no concern to attention.
+    Returns:
+        (out (batch, seqlen_q, num_heads, head_dim_v), None).
+    """
+    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    window = (None, None) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+    options = dict(causal=module.is_causal if is_causal is None else is_causal, window=window, softmax_scale=scaling,
+                   softcap=softcap or 0.0, sinks=s_aux)  # fmt: skip
+    training = dict(dropout_p=dropout, deterministic=bool(deterministic))
+    remembers = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
+    if attention_mask is not None:
+        # A static cache is longer than what it holds
+        k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
+        padding = _padding(attention_mask)
+        if padding.left is not None and not remembers and not dropout:
+            return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options), None
+        return _attend_without_padding(q, k, v, padding, options | training), None
+    if cu_seq_lens_q is None and position_ids is not None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
+        cu_seq_lens_q, max_length_q = _packing(position_ids)
+        cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+    if cu_seq_lens_q is not None:
+        lengths = {"cu_seqlens_q": cu_seq_lens_q.int(), "cu_seqlens_k": cu_seq_lens_k.int(),
+                   "max_seqlen_q": int(max_length_q), "max_seqlen_k": int(max_length_k)}  # fmt: skip
+        out = api.attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), **lengths, **options, **training)
+        return out.view(*q.shape[:-1], -1), None
+    if q.shape[1] < k.shape[1] and not remembers and not dropout:
+        return api.attention_with_kvcache(q, k, v, **options), None
+    return api.attention(q, k, v, **options, **training), None
+
+
+def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
+                 device="cpu", **kwargs):  # fmt: skip
+    """What transformers calls once a forward pass for `attention`'s mask: (batch, keys), True for tokens, or None.
+
+    Raises:
+        UnsupportedError: a mask that is not (batch, seqlen).
+    """
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
+                                           'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
+        attention_mask = attention_mask[:, -kv_length:]
+        return None if attention_mask.shape[1] == kv_length and attention_mask.all() else attention_mask
+    seen = int(q_offset) + q_length - kv_offset
+    if seen < kv_length:
+        # A static cache that is not full
+        return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
+    return None
+
+
+class _Padding:
+    """Where the tokens of a mask are. left: (batch,), int32, padding before them, or None where there is other padding."""
+
+    def __init__(self, mask):
+        # Not the mask itself: what is known of it is forgotten with it
+        self.mask = mask = mask.bool().clone()
+        lengths = mask.sum(-1, dtype=torch.int32)
+        left = mask.shape[1] - lengths
+        is_left = (torch.arange(mask.shape[1], device=mask.device) >= left[:, None]) == mask
+        self.left = left if bool(is_left.all()) else None
+        self.rows = {}
+
+    def of(self, length):
+        """(rows in the flattened batch, cu_seqlens, longest) of the last `length` columns."""
+        if length not in self.rows:
+            mask = self.mask[:, -length:]
+            lengths = mask.sum(-1, dtype=torch.int32)
+            rows = mask.flatten().nonzero().flatten()
+            self.rows[length] = rows, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
+        return self.rows[length]
+
+
+# What was found out about masks and position_ids that are still in use, by tensor
+_paddings = WeakIdKeyDictionary()
+_packings = WeakIdKeyDictionary()
+
+
+def _padding(mask):
+    if mask.dim() != 2:
+        raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(mask.shape)}",
+                                       'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
+    if mask not in _paddings:
+        _paddings[mask] = _Padding(mask)
+    return _paddings[mask]
+
+
+def _packing(position_ids):
+    """(cu_seqlens, longest) of positions (1, total) that begin anew, or (None, None)."""
+    if position_ids not in _packings:
+        _packings[position_ids] = None, None
+        positions = position_ids.flatten()
+        starts = (positions.diff() != 1).nonzero().flatten() + 1
+        if len(starts):
+            cu_seqlens = F.pad(starts, (1, 1))
+            cu_seqlens[-1] = len(positions)
+            _packings[position_ids] = cu_seqlens.int(), int(cu_seqlens.diff().max())
+    return _packings[position_ids]
+
+
+def _attend_without_padding(q, k, v, padding, options):
+    """Take the tokens out of their padding, attend, and put them back; padded queries get 0."""
+    batch, seqlen_q = q.shape[:2]
+    rows_k, cu_seqlens_k, longest_k = padding.of(k.shape[1])
+    rows_q, cu_seqlens_q, longest_q = padding.of(seqlen_q)
+    packed_k, packed_v = (x.flatten(0, 1).index_select(0, rows_k) for x in (k, v))
+    out = api.attention_varlen(
+        q.flatten(0, 1).index_select(0, rows_q), packed_k, packed_v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options,
+    )  # fmt: skip
+    padded = out.new_zeros((batch * seqlen_q, *out.shape[1:])).index_copy(0, rows_q, out)
+    return padded.unflatten(0, (batch, seqlen_q))

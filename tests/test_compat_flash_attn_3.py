@@ -1,0 +1,166 @@
+"""FlashAttention 3's functions: signatures, and its conventions against FlashAttention 2's and the definition."""
+
+import inspect
+
+import pytest
+import torch
+from test_compat import LENGTHS, check, definition, packed, tensors
+
+import flashtile
+from flashtile.compat import flash_attn_interface as fa3
+from flashtile.errors import ShapeError, UnsupportedError
+
+DESCALES = "q_descale=None, k_descale=None, v_descale=None"
+TAIL = "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+PACKED = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALES}, window_size=(-1, -1), "
+    f"attention_chunk=0, softcap=0.0, {TAIL}",
+    "flash_attn_varlen_func": f"q, k, v, {PACKED}, softmax_scale=None, causal=False, qv=None, {DESCALES}, "
+    f"window_size=(-1, -1), attention_chunk=0, softcap=0.0, {TAIL}",
+    "flash_attn_qkvpacked_func": f"qkv, softmax_scale=None, causal=False, {DESCALES}, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+    f"cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALES}, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, "
+    "pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+    "get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+    "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, page_size=None, "
+    "max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False, num_splits=0, "
+    "pack_gqa=None, sm_margin=0",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    assert str(inspect.signature(getattr(fa3, name))) == f"({SIGNATURES[name]})"
+
+
+def test_positional_arguments_and_lse():
+    """The fourth is softmax_scale; lse comes on request, second of two, -inf in empty rows."""
+    q, k, v = tensors(seqlen_q=9, seqlen_k=4, dim=20, dim_v=12)
+    out = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=(3, -1), softcap=2.0, num_splits=4, pack_gqa=True, sm_margin=8)
+    expected, lse = definition(q, k, v, 0.3, lambda i, j: (j <= i) & (j >= i - 3), 2.0)
+    check(out, expected)
+    got = fa3.flash_attn_func(q, k, v, 0.3, True, window_size=(3, -1), softcap=2.0, return_attn_probs=True)
+    assert len(got) == 2 and (got[1][..., :5] == float("-inf")).all()
+    check(got[1][..., 5:], lse[..., 5:])
+
+
+def test_gradients():
+    inputs = [x.requires_grad_() for x in tensors()]
+    plain = [x.detach().requires_grad_() for x in inputs]
+    fa3.flash_attn_func(*inputs, causal=True, deterministic=True).square().sum().backward()
+    flashtile.flash_attn_func(*plain, causal=True).square().sum().backward()
+    for a, b in zip(inputs, plain):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_second_part_of_the_queries():
+    """Scores are q kᵀ + qv vᵀ, scaled by both head dims together; all four have gradients."""
+    q, k, v = tensors(dim=8, dim_v=24)
+    qv = tensors(dim=24, seed=3)[0]
+    inputs = [x.requires_grad_() for x in (q, k, v, qv)]
+    reference = [x.detach().double().requires_grad_() for x in inputs]
+    out = fa3.flash_attn_func(*inputs[:3], qv=inputs[3], causal=True)
+    joined = torch.cat([reference[0], reference[3]], -1), torch.cat([reference[1], reference[2]], -1), reference[2]
+    expected, _ = definition(*joined, mask=lambda i, j: j <= i)
+    check(out, expected)
+    grads = torch.autograd.grad(out.square().sum(), inputs)
+    for got, want in zip(grads, torch.autograd.grad(expected.square().sum(), reference)):
+        check(got, want, 1e-4)
+    with pytest.raises(UnsupportedError, match="qv: expected head_dim \\+ head_dim_v of at most 256, got 64 \\+ 512"):
+        q, k, v = tensors(dim=64, dim_v=512)
+        fa3.flash_attn_func(q, k, v, qv=torch.zeros(2, 13, 4, 512))
+
+
+def test_varlen_with_seqused():
+    q, k, v, cu_q, cu_k = packed()
+    used_q, used_k = torch.tensor([3, 0, 7, 12, 2]).int(), torch.tensor([9, 2, 0, 5, 8]).int()
+    out, lse = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, torch.tensor(12), 9, used_q, used_k, causal=True,
+                                          return_attn_probs=True)  # fmt: skip
+    for b in range(len(LENGTHS)):
+        rows, cols = slice(cu_q[b], cu_q[b] + used_q[b]), slice(cu_k[b], cu_k[b] + used_k[b])
+        expected, _ = definition(q[None, rows], k[None, cols], v[None, cols], mask=lambda i, j: j <= i)
+        check(out[None, rows], expected)
+        assert (out[rows.stop : cu_q[b + 1]] == 0).all() and (lse[:, rows.stop : cu_q[b + 1]] == float("-inf")).all()
+
+
+def test_packed_forms():
+    q, k, v = tensors(seqlen_q=9, seqlen_k=9)
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, num_heads_q=4), expected)
+    stacked = torch.stack([q, q, q], 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(stacked), fa3.flash_attn_func(q, q, q))
+    with pytest.raises(ShapeError, match="num_heads_q beside it"):
+        fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2))
+
+
+def test_private_functions_are_the_two_halves():
+    q, k, v = (x.requires_grad_() for x in tensors(seqlen_q=9, seqlen_k=6))
+    out, lse = fa3.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    written = torch.empty_like(out)
+    got = fa3._flash_attn_forward(q, k, v, out_=written, causal=True)
+    assert len(got) == 4 and got[0] is written and torch.equal(written, out) and torch.equal(got[1], lse)
+    grads = [torch.empty_like(x).requires_grad_(False) for x in (q, k, v)]
+    row_sums = fa3._flash_attn_backward(dout, q, k, v, out, lse, dq=grads[0], dk=grads[1], dv=grads[2], is_causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected)) and row_sums.shape == (2, 4, 128)
+    with pytest.raises(UnsupportedError, match="page_table: expected None.*Call flash_attn_with_kvcache"):
+        fa3._flash_attn_forward(q, k, v, page_table=torch.zeros(2, 1).int())
+
+
+def test_kvcache():
+    """Four results on request; packed queries; what chooses schedules is taken."""
+    q, k_cache, v_cache = tensors(seqlen_q=3, seqlen_k=12)
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    metadata = fa3.get_scheduler_metadata(2, 3, 12, 4, 2, 16, lengths)
+    out, lse, *parts = fa3.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True, pack_gqa=True,
+                                                   scheduler_metadata=metadata, return_softmax_lse=True)  # fmt: skip
+    assert [x.numel() for x in parts] == [0, 0] and metadata.dtype == torch.int32
+    for b, length in enumerate(lengths.tolist()):
+        one = slice(b, b + 1)
+        expected, expected_lse = definition(q[one], k_cache[one, :length], v_cache[one, :length], mask=lambda i, j: j <= i)
+        check(out[one], expected)
+        check(lse[one], expected_lse)
+    flat = fa3.flash_attn_with_kvcache(q.flatten(0, 1), k_cache, v_cache, cache_seqlens=lengths, causal=True,
+                                       cu_seqlens_q=torch.tensor([0, 3, 6]).int(), max_seqlen_q=3)  # fmt: skip
+    torch.testing.assert_close(flat.view_as(out), out)
+
+
+def test_kvcache_rows_of_a_page_table():
+    """cache_batch_idx picks rows of page_table; rotary_seqlens without tables means nothing."""
+    q, k_cache, v_cache = tensors(seqlen_q=1, seqlen_k=8)
+    pages = [torch.cat([x.unflatten(1, (2, 4)).flatten(0, 1), torch.full_like(x[:1, :4], float("nan"))])
+             for x in (k_cache, v_cache)]  # fmt: skip
+    table = torch.tensor([[4, 4], [2, 3], [0, 1]], dtype=torch.int32)
+    lengths = torch.tensor([7, 5], dtype=torch.int32)
+    got = fa3.flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table, rotary_seqlens=lengths,
+                                      cache_batch_idx=torch.tensor([2, 1], dtype=torch.int32))  # fmt: skip
+    torch.testing.assert_close(got, fa3.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths))
+
+
+def test_combine():
+    """Parts of the keys merge into the whole; lse has heads last."""
+    q, k, v = tensors(seqlen_k=20)
+    whole, whole_lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
+    parts = [fa3.flash_attn_func(q, k[:, s], v[:, s], return_attn_probs=True) for s in (slice(0, 8), slice(8, 20))]
+    outs, lses = (torch.stack(x) for x in zip(*parts))
+    written = torch.empty_like(whole)
+    out, lse = fa3.flash_attn_combine(outs, lses.transpose(2, 3), written)
+    assert out is written
+    torch.testing.assert_close(out, whole)
+    torch.testing.assert_close(lse, whole_lse.transpose(1, 2))
+
+
+def test_refusals():
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match="attention_chunk: expected 0, got 64. Pack the chunks"):
+        fa3.flash_attn_func(q, k, v, attention_chunk=64)
+    with pytest.raises(UnsupportedError, match="descales: expected None"):
+        fa3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2))
+    with pytest.raises(UnsupportedError, match="qv: expected None"):
+        fa3.flash_attn_with_kvcache(q, k, v, qv=q)

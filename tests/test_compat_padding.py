@@ -1,0 +1,161 @@
+"""flash_attn.bert_padding and flash_attn.layers.rotary, against definitions written in another way."""
+
+import math
+
+import pytest
+import torch
+
+from flashtile.compat.flash_attn import bert_padding
+from flashtile.compat.flash_attn.layers import rotary
+from flashtile.errors import ShapeError
+
+MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
+
+
+def test_unpad_gives_five_values_and_pad_the_way_back():
+    x = torch.randn(3, 4, 2, 5, requires_grad=True)
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, MASK)
+    assert torch.equal(rows, x[MASK.bool()])
+    assert indices.tolist() == [0, 1, 2, 8, 10, 11]
+    assert cu_seqlens.tolist() == [0, 3, 3, 6] and cu_seqlens.dtype == torch.int32
+    assert longest == 3 and isinstance(longest, int) and used.tolist() == [3, 0, 3] and used.dtype == torch.int32
+    back = bert_padding.pad_input(rows, indices, 3, 4)
+    assert torch.equal(back, x * MASK[..., None, None])
+    back.sum().backward()
+    assert torch.equal(x.grad, MASK[..., None, None].expand_as(x).float())
+
+
+def test_unused_rows_get_a_place_but_are_not_used():
+    unused = torch.zeros_like(MASK)
+    unused[0, 3] = unused[1, 1] = 1
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(torch.arange(12.0).view(3, 4, 1), MASK, unused)
+    assert rows[:, 0].tolist() == indices.tolist() == [0, 1, 2, 3, 5, 8, 10, 11]
+    assert (cu_seqlens.tolist(), longest, used.tolist()) == ([0, 4, 5, 8], 4, [3, 0, 3])
+
+
+def test_concatenated_sequences():
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    x = torch.arange(18.0).view(3, 6, 1)
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert rows[:, 0].tolist() == indices.tolist() == [*range(5), *range(6, 11), *range(12, 18)]
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32 and longest == 6
+
+
+def test_first_axis_functions():
+    x = torch.randn(5, 3, requires_grad=True)
+    indices = torch.tensor([4, 0, 4])
+    picked, residual = bert_padding.index_first_axis_residual(x, indices)
+    assert torch.equal(picked, x[indices]) and torch.equal(residual, x) and not residual.requires_grad
+    picked.sum().backward()
+    assert x.grad[:, 0].tolist() == [1, 0, 0, 0, 2]
+    placed = bert_padding.index_put_first_axis(torch.ones(2, 3), torch.tensor([3, 1]), 5)
+    assert placed[:, 0].tolist() == [0, 1, 0, 1, 0]
+
+
+def rotated(x, angles, positions, interleaved):
+    """Rows x (n, heads, dim) at integer positions, as complex numbers times exp(i angle); float64."""
+    pairs = angles.shape[1]
+    part = x[..., : 2 * pairs].double()
+    pair = part.unflatten(-1, (pairs, 2)).unbind(-1) if interleaved else part.unflatten(-1, (2, pairs)).unbind(-2)
+    z = torch.complex(*pair)
+    z = z * torch.polar(torch.ones(()).double(), angles.double()[positions])[:, None]
+    parts = torch.stack([z.real, z.imag], -1 if interleaved else -2).flatten(-2)
+    return torch.cat([parts, x[..., 2 * pairs :].double()], -1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("offsets", [0, 3, torch.tensor([0, 5, 2], dtype=torch.int32)], ids=["none", "int", "tensor"])
+@pytest.mark.parametrize("pairs", [3, 8])
+def test_rotary(interleaved, inplace, offsets, pairs):
+    x = torch.randn(3, 7, 2, 16)
+    angles = torch.rand(12, pairs) * 2 * math.pi
+    per_sequence = offsets.tolist() if isinstance(offsets, torch.Tensor) else [offsets] * 3
+    expected = torch.stack([rotated(x[b], angles, torch.arange(7) + per_sequence[b], interleaved) for b in range(3)])
+    leaf = x.clone().requires_grad_()
+    out = rotary.apply_rotary_emb(leaf, angles.cos(), angles.sin(), interleaved, inplace, offsets)
+    torch.testing.assert_close(out, expected.float())
+    assert torch.equal(leaf, out if inplace else x)
+    # A rotation keeps lengths: the gradient of half the squared length of a rotated row is the row itself.
+    (grad,) = torch.autograd.grad(out, leaf, out.detach())
+    torch.testing.assert_close(grad, x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("offsets", [2, torch.tensor([0, 5, 1])], ids=["int", "tensor"])
+def test_rotary_of_packed_rows(inplace, offsets):
+    """The second sequence is empty; the last row belongs to none."""
+    x, cu_seqlens = torch.randn(10, 2, 16), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    angles = torch.rand(12, 4) * 2 * math.pi
+    first, last = (offsets, offsets) if isinstance(offsets, int) else (0, 1)
+    positions = torch.cat([torch.arange(4) + first, torch.arange(5) + last])
+    expected = rotated(x[:9], angles, positions, False).float()
+    out = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), False, inplace, offsets, cu_seqlens, 5)
+    torch.testing.assert_close(out[:9], expected)
+    assert (out is x) == inplace or torch.equal(out, x) == inplace
+
+
+def test_rows_past_the_tables_stay():
+    x, angles = torch.randn(1, 4, 1, 8), torch.rand(5, 4)
+    out = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([3]))
+    assert torch.equal(out[:, 2:], x[:, 2:]) and not torch.equal(out[:, :2], x[:, :2])
+
+
+def test_rotary_rounds_once_in_half_precision():
+    x, angles = torch.randn(2, 5, 3, 16), torch.rand(5, 8)
+    half = rotary.apply_rotary_emb(x.bfloat16(), angles.cos(), angles.sin())
+    exact = rotary.apply_rotary_emb(x.bfloat16().float(), angles.cos(), angles.sin())
+    assert half.dtype == torch.bfloat16 and torch.equal(half, exact.bfloat16())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_of_packed_tensors_is_in_place(interleaved):
+    """qkv and kv, in (3, heads) and in one row of heads; values stay, keys may have tables of their own."""
+    angles, angles_k = torch.rand(2, 6, 4)
+    tables = angles.cos(), angles.sin(), angles_k.cos(), angles_k.sin()
+    qkv = torch.randn(2, 6, 3, 2, 16)
+    q, k, v = (x.clone() for x in qkv.unbind(2))
+    expected_q = rotary.apply_rotary_emb(q, *tables[:2], interleaved)
+    expected_k = rotary.apply_rotary_emb(k, *tables[2:], interleaved)
+    leaf = qkv.clone().requires_grad_()
+    out = rotary.apply_rotary_emb_qkv_(leaf, *tables, interleaved)
+    assert torch.equal(out, torch.stack([expected_q, expected_k, v], 2)) and torch.equal(leaf, out)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, out.detach())[0], qkv)
+    flat = torch.cat([q, k[:, :, :1], v[:, :, :1]], 2)
+    rotary.apply_rotary_emb_qkv_(flat, *tables, interleaved, num_heads_q=2)
+    assert torch.equal(flat, torch.cat([expected_q, expected_k[:, :, :1], v[:, :, :1]], 2))
+    kv = torch.stack([k, v], 2)
+    rotary.apply_rotary_emb_kv_(kv, *tables[2:], interleaved)
+    assert torch.equal(kv, torch.stack([expected_k, v], 2))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_in_operations_that_autograd_sees(interleaved):
+    x, angles = torch.randn(2, 5, 3, 16), torch.rand(5, 6)
+    expected = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), interleaved)
+    torch.testing.assert_close(rotary.apply_rotary_emb_torch(x, angles.cos(), angles.sin(), interleaved), expected)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_rotary_embedding_depends_on_distance_only(scale_base):
+    """Products of queries and keys are the same when both move; the tables grow."""
+    module = rotary.RotaryEmbedding(16, scale_base=scale_base)
+    q, kv = torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, 2, 16)
+
+    def products(offset):
+        rotated_q, rotated_kv = module(q.clone(), kv.clone(), offset, max_seqlen=64)
+        return torch.einsum("bmhd,bnhd->bhmn", rotated_q, rotated_kv[:, :, 0])
+
+    torch.testing.assert_close(products(0), products(40), rtol=1e-4, atol=1e-4)
+    qkv = torch.randn(1, 100, 3, 2, 16)
+    assert torch.equal(module(qkv.clone())[:, :, 2], qkv[:, :, 2])
+
+
+def test_rotary_says_what_does_not_fit():
+    x = torch.randn(2, 5, 1, 8)
+    with pytest.raises(ShapeError, match="cos: expected at least seqlen_offsets \\+ seqlen = 6 rows, got 5"):
+        rotary.apply_rotary_emb(x, torch.ones(5, 4), torch.ones(5, 4), seqlen_offsets=1)
+    with pytest.raises(ShapeError, match="cos: expected at most 4 columns"):
+        rotary.apply_rotary_emb(x, torch.ones(5, 5), torch.ones(5, 5))
+    with pytest.raises(ShapeError, match="sin: expected"):
+        rotary.apply_rotary_emb(x, torch.ones(5, 4), torch.ones(5, 3))

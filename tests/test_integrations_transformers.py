@@ -1,0 +1,164 @@
+"""transformers over flashtile: tiny models made here, against transformers' own attention; no download.
+
+Eager attention in fp32 is the reference: torch's SDPA knows neither softcap nor sinks. In bf16 the largest error of logits and
+of each gradient may be twice that of eager (Llama: SDPA) in bf16.
+"""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from flashtile import UnsupportedError, ValueRangeError, attention_varlen  # noqa: E402
+from flashtile.integrations import transformers as integration  # noqa: E402
+
+SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+             tie_word_embeddings=False)  # fmt: skip
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
+    # softcap, and a window in every other layer
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=8)
+    ),
+    # sinks, and a window in every other layer
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SMALL, sliding_window=5, num_local_experts=2, num_experts_per_tok=1,
+                                  experts_implementation="eager")  # fmt: skip
+    ),
+}
+# transformers' own implementation that has the model's features
+OWN = {"llama": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
+TOKENS = torch.arange(3, 3 + 2 * 14).view(2, 14) * 7 % 58 + 3
+LEFT, RIGHT, HOLE = (torch.ones(2, 14, dtype=torch.int64) for _ in range(3))
+LEFT[1, :4] = RIGHT[1, 9:] = 0
+HOLE[0, 3:5] = 0
+# Of the largest value; the yardstick may happen to be exact
+FLOORS = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+MASKS = {"no mask": None, "left padding": LEFT, "right padding": RIGHT, "padding inside": HOLE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    integration.register()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    torch.manual_seed(0)
+    model = MODELS[request.param]()
+    model.own = OWN[request.param]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Larger than at the start of training: attention that looks somewhere, sinks that count
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+            if "sinks" in name:
+                parameter.normal_()
+    return model.eval()
+
+
+def logits_and_gradients(model, implementation, dtype, mask, **arguments):
+    """Logits of tokens and gradients by name, of a copy of the model in dtype."""
+    model = copy.deepcopy(model).to(dtype)
+    model.set_attn_implementation(implementation)
+    inputs = {"input_ids": TOKENS, "attention_mask": mask, "use_cache": False} | arguments
+    logits = model(**inputs).logits
+    if mask is not None:
+        logits = logits[mask.bool()]
+    weights = torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits)
+    (logits * weights).sum().backward()
+    return {"logits": logits.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_training(model, mask):
+    """Logits and all gradients, in fp32 and in bf16."""
+    if mask == "padding inside" and getattr(model.config, "sliding_window", None):
+        pytest.skip("eager counts padding as part of a window")
+    mask = MASKS[mask]
+    exact = logits_and_gradients(model, "eager", torch.float32, mask)
+    for dtype, own_error in ((torch.float32, 0), (torch.bfloat16, 2)):
+        own = logits_and_gradients(model, model.own, dtype, mask)
+        ours = logits_and_gradients(model, integration.NAME, dtype, mask)
+        assert ours.keys() == own.keys() == exact.keys()
+        for name, want in exact.items():
+            scale = want.abs().max().item()
+            error, allowed = ((x[name] - want).abs().max().item() for x in (ours, own))
+            assert error <= own_error * allowed + FLOORS[dtype] * scale, (name, dtype, error, allowed, scale)
+
+
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences_do_not_see_each_other(model, by):
+    tokens = TOKENS[:1]
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    packing = {"position_ids": positions}
+    if by == "cu_seq_lens":
+        cu_seqlens = torch.tensor([0, 5, 14], dtype=torch.int32)
+        packing |= dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=9, max_length_k=9)
+    packed = {"input_ids": tokens, "use_cache": False, **packing}
+    model.set_attn_implementation(integration.NAME)
+    with torch.no_grad():
+        got = model(**packed).logits
+        model.set_attn_implementation("eager")
+        alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in (tokens[:, :5], tokens[:, 5:])], 1)
+    torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", ["no mask", "left padding"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(model, mask, cache):
+    """The same tokens, over the window's length and over a cache that is not full."""
+    if cache == "static" and mask == "no mask":
+        mask = None
+    arguments = dict(max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(TOKENS) if not mask else MASKS[mask])
+    if cache == "static":
+        arguments["cache_implementation"] = "static"
+    tokens = {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        tokens[implementation] = model.generate(TOKENS, disable_compile=True, **arguments)
+    assert torch.equal(*tokens.values())
+
+
+def test_static_cache_without_a_mask():
+    """What was never written into the cache is not looked at."""
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation(integration.NAME)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        parts = [model(TOKENS[:, part], past_key_values=cache).logits for part in (slice(0, 9), slice(9, 10), slice(10, 14))]
+        model.set_attn_implementation("eager")
+        whole = model(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_is_used_in_training():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attention_dropout=0.5)).train()
+    model.set_attn_implementation(integration.NAME)
+    first, second = (model(TOKENS, attention_mask=LEFT).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(*(model.eval()(TOKENS, attention_mask=LEFT).logits for _ in range(2)))
+
+
+def test_masks_of_four_dims_are_refused():
+    model = MODELS["llama"]()
+    model.set_attn_implementation(integration.NAME)
+    with pytest.raises(UnsupportedError, match=r'attention_mask: expected \(batch, seqlen\), got shape \(2, 1, 14, 14\)'):
+        model(TOKENS, attention_mask=torch.ones(2, 1, 14, 14, dtype=torch.bool))
+
+
+def test_names_that_transformers_takes_for_its_own_are_refused():
+    with pytest.raises(ValueRangeError, match="name: expected a name without \"flash\", got 'flashtile'"):
+        integration.register("flashtile")
+
+
+def test_what_is_known_of_a_mask_goes_with_it():
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    integration._padding(mask)
+    assert mask in integration._paddings
+    before = len(integration._paddings)
+    del mask
+    assert len(integration._paddings) == before - 1
+    assert attention_varlen is integration.api.attention_varlen
