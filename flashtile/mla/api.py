@@ -1,0 +1,133 @@
+"""The public functions of latent attention decode: signature, docstring, and one call to an op. Read problem.py next."""
+
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
+from flashtile.mla import ops
+from flashtile.mla.problem import HEAD_DIM_V
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which programs read which keys, for `mla_decode`: made by `make_schedule` once a step, good for all layers.
+
+    table: int32, on the device of the lengths; see flashtile/mla/schedule.py. It belongs to the values of the lengths that it
+    was made from, and to these shapes; a captured CUDA graph makes it anew at each replay if it was made inside.
+    """
+
+    table: torch.Tensor
+    num_sequences: int
+    num_rows: int
+    num_heads_kv: int
+
+
+def make_schedule(cache_seqlens=None, *, num_heads, seqlen_q=1, num_heads_kv=1, indices=None, topk_length=None):
+    """Cut the work of a decode step into even parts, on the device: one small launch, no wait.
+
+    Args:
+        cache_seqlens: (batch,), int32, as `mla_decode` will take it; None with indices.
+        num_heads: query heads of q.
+        seqlen_q: query tokens a sequence; with indices that of the indices counts.
+        num_heads_kv: latent heads of the cache.
+        indices: (batch, seqlen_q, topk), int32, for sparse decode; only its shape and device are used.
+        topk_length: (batch,), int32, or None.
+    Returns:
+        Schedule, for `mla_decode` calls of these shapes while the lengths keep their values.
+    Raises:
+        ShapeError, DtypeError.
+    """
+    if (cache_seqlens is None) == (indices is None):
+        raise ShapeError(explain("cache_seqlens", "a tensor, or None and indices", "both" if indices is not None else None))
+    lengths = topk_length if cache_seqlens is None else cache_seqlens
+    for name, x in (("cache_seqlens", cache_seqlens), ("indices", indices), ("topk_length", topk_length)):
+        if x is not None and x.dtype != torch.int32:
+            raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
+    if num_heads_kv < 1 or num_heads < 1 or num_heads % num_heads_kv:
+        raise ShapeError(explain("num_heads", f"a multiple of num_heads_kv, {num_heads_kv}", num_heads))
+    num_rows = num_heads // num_heads_kv
+    if indices is None:
+        num_sequences, fixed_length, repeat = lengths.shape[0], 2**31 - 1, 1
+        num_rows *= seqlen_q
+    else:
+        repeat, fixed_length = indices.shape[1:]
+        num_sequences = indices.shape[0] * repeat
+    like = cache_seqlens if indices is None else indices
+    table = ops.schedule_op(like, lengths, fixed_length, num_sequences, repeat, num_rows, num_heads_kv)
+    return Schedule(table, num_sequences, num_rows, num_heads_kv)
+
+
+def mla_decode(
+    q, kv_cache, *, block_table=None, cache_seqlens=None, indices=None, topk_length=None, head_dim_v=HEAD_DIM_V,
+    softmax_scale=None, causal=False, sinks=None, return_lse=False, schedule=None,
+):  # fmt: skip
+    """Attention of a few query tokens over a latent cache that all query heads share, in its absorbed form.
+
+    Keys are the 576 (or 512) numbers that the cache holds a token, values their first 512. See flashtile/reference/mla.py for
+    how that follows from a model's own keys and values. Not differentiable.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on a CPU also fp32, fp64), last dim contiguous; seqlen_q 1 to
+            8 (any with indices), num_heads 1 to 128, head_dim 576 or 512.
+        kv_cache: (num_pages, page_size, num_heads_kv, head_dim), q's dtype, last dim contiguous, other strides free; any page
+            size (on Hopper the fast kernel takes multiples of 64). Or uint8, int8 or e4m3 (num_pages, page_size,
+            num_heads_kv, 656), as `flashtile.mla.pack_fp8` makes it, for a head_dim of 576. num_heads % num_heads_kv == 0.
+        block_table: (batch, max_pages), int32: the pages of each sequence. Entries past a sequence's length may be anything,
+            and slots past it may hold NaN.
+        cache_seqlens: (batch,), int32: tokens in the cache, those of q included; 0 is allowed.
+        indices: (batch, seqlen_q, topk), int32, instead of block_table and cache_seqlens: sparse decode over these slots of
+            the cache, page * page_size + offset; entries that are no slot, such as -1, are left out.
+        topk_length: (batch,), int32: of the indices only so many count; default all.
+        head_dim_v: 512.
+        softmax_scale: multiplies q kᵀ; default head_dim ** -0.5. Models mean the head dim of the unabsorbed form: pass
+            192 ** -0.5 for DeepSeek's.
+        causal: hide keys after the query; the last query token stands at the last key.
+        sinks: (num_heads,), floating; one more logit a head in the denominator only.
+        return_lse: also return the log-sum-exp of each row.
+        schedule: of `make_schedule`, to share it between layers; default: made in this call.
+    Returns:
+        out (batch, seqlen_q, num_heads, 512), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32, natural
+        log, sinks included, strided. A row with no visible key gives out 0 and lse -inf (or its sink).
+    Raises:
+        ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came. The values of
+            index tensors are checked for CPU tensors, and everywhere with FLASHTILE_DEBUG=1.
+        UnsupportedError: no tier takes the problem; lists each refusal.
+    Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1; the shapes and the packed layout are FlashMLA's.
+    """
+    _check_types(causal, softmax_scale, q=q, kv_cache=kv_cache, block_table=block_table, cache_seqlens=cache_seqlens,
+                 indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    table = None
+    if schedule is not None:
+        _check_schedule(schedule, q, kv_cache, indices)
+        table = schedule.table
+    out, lse = ops.decode_op(q, kv_cache, block_table, cache_seqlens, indices, topk_length, sinks, table, head_dim_v,
+                             softmax_scale, causal, True)  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_types(causal, softmax_scale, **tensors) -> None:
+    """What the op's schema would refuse without our words."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv_cache")):
+            raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+    if not isinstance(causal, bool):
+        raise DtypeError(explain("causal", "True or False", repr(causal)))
+    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
+        raise DtypeError(explain("softmax_scale", "a number", repr(softmax_scale), "Call .item() once, outside the loop."))
+
+
+def _check_schedule(schedule, q, kv_cache, indices) -> None:
+    if not isinstance(schedule, Schedule):
+        raise DtypeError(explain("schedule", "a Schedule of make_schedule", type(schedule).__name__))
+    if q.dim() != 4 or kv_cache.dim() != 4:
+        return
+    batch, seqlen_q, num_heads = q.shape[:3]
+    rows = num_heads // max(1, kv_cache.shape[2])
+    wanted = (batch, rows * seqlen_q) if indices is None else (batch * seqlen_q, rows)
+    for name, want, got in (("sequences", wanted[0], schedule.num_sequences), ("rows a sequence", wanted[1], schedule.num_rows),
+                            ("latent heads", kv_cache.shape[2], schedule.num_heads_kv)):  # fmt: skip
+        if want != got:
+            raise ShapeError(explain("schedule", f"one for {want} {name}", got, "Make one for these shapes: make_schedule."))
+    if schedule.table.device != q.device:
+        raise DeviceError(explain("schedule", f"one on the device of q, {q.device}", schedule.table.device))

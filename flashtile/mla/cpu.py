@@ -1,0 +1,26 @@
+"""CPU tensors: the definition, in fp32 or wider."""
+
+import torch
+
+from flashtile.reference import mla
+
+
+def refuses(problem, device) -> str | None:
+    if device.arch != "cpu":
+        return "serves CPU tensors only"
+    return None
+
+
+def config_of(problem, device) -> None:
+    """No tiles."""
+
+
+def launch(problem, config, operands):
+    """Returns out and lse as `mla_decode` describes them."""
+    tensors = operands._asdict()
+    del tensors["schedule"]
+    out, lse = mla.decode(
+        **tensors, head_dim_v=problem.head_dim_v, softmax_scale=problem.softmax_scale, causal=problem.causal,
+        lse_with_sinks=problem.lse_with_sinks, dtype=torch.promote_types(problem.dtype, torch.float32),
+    )  # fmt: skip
+    return out.to(problem.dtype), lse.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,0 +1,376 @@
+"""The portable kernels of latent attention decode, in Triton, and the one that merges partial results.
+
+A program owns TILE_M rows (query token, head) and one part of the schedule; rows that share a cache lie side by side, so that
+one load of a key serves all of them:
+
+    scores = q_latent cᵀ + q_rope k_ropeᵀ;  p, row_max, row_sum = online softmax;  acc = acc * correction + p c
+
+Keys are (c, k_rope) and values are c: a tile is loaded once and multiplied twice. Where a key lies comes from the block table,
+or with indices from them; what is hidden is not loaded, so unused slots may hold NaN and unused entries of the block table
+anything. Packed tokens are made bf16 after the load.
+
+Refuses packed caches below sm_89, where e4m3 is not in hardware. What it reaches on an H200 is in
+benchmarks/results/nvidia-h200/mla-portable.json: a quarter of the product rate at 128 heads, 40% of the copy bandwidth at 16.
+Source: Dao et al. 2023, Flash-Decoding.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile import settings
+from flashtile.device import softmax
+from flashtile.device.numerics import LOG2_E, NEG_INF, dot
+from flashtile.device.tensors import Rows
+from flashtile.mla import cache, schedule
+from flashtile.mla.relaunch import MAX_PREPARED, Prepared, launch_key
+from flashtile.tiles import TileConfig
+
+SCALE_GROUP = tl.constexpr(cache.SCALE_GROUP)
+
+
+class Keys(NamedTuple):
+    """Where keys lie: the cache as latent, scales (None unless packed) and rotary part, each Rows with pages for batches."""
+
+    latent: Any
+    scales: Any
+    rope: Any
+    page_size: Any
+    num_slots: Any
+    # int32 pointers; one of the two is None. row_stride: of a row of it
+    block_table: Any
+    indices: Any
+    row_stride: Any
+
+
+@triton.jit
+def _slots(keys, sequence, cols, length):
+    """(page, offset in it, visible) of the tokens `cols` of a sequence. Hidden ones are not looked up."""
+    inside = cols < length
+    if keys.indices is None:
+        pages = keys.block_table + sequence.to(tl.int64) * keys.row_stride
+        page = tl.load(pages + cols // keys.page_size, mask=inside, other=0)
+        return page, cols % keys.page_size, inside
+    else:
+        slot = tl.load(keys.indices + sequence.to(tl.int64) * keys.row_stride + cols, mask=inside, other=-1)
+        visible = (slot >= 0) & (slot < keys.num_slots)
+        slot = tl.where(visible, slot, 0)
+        return slot // keys.page_size, slot % keys.page_size, visible
+
+
+@triton.jit
+def _token_ptrs(x, page, offset, head):
+    return x.ptr + page.to(tl.int64) * x.batch_stride + offset.to(tl.int64) * x.row_stride + head * x.head_stride
+
+
+@triton.jit
+def _load_latent(keys, page, offset, visible, head, LATENT: tl.constexpr, dtype: tl.constexpr):
+    """(TILE_N, LATENT), zeros where hidden."""
+    dims = tl.arange(0, LATENT)
+    ptrs = _token_ptrs(keys.latent, page, offset, head)[:, None] + dims[None, :]
+    latent = tl.load(ptrs, mask=visible[:, None], other=0.0)
+    if keys.scales is None:
+        return latent
+    else:
+        GROUPS: tl.constexpr = LATENT // SCALE_GROUP
+        scale_ptrs = _token_ptrs(keys.scales, page, offset, head)[:, None] + tl.arange(0, GROUPS)[None, :]
+        scales = tl.load(scale_ptrs, mask=visible[:, None], other=0.0)
+        groups = latent.to(tl.float32).reshape(latent.shape[0], GROUPS, SCALE_GROUP) * scales[:, :, None]
+        return groups.reshape(latent.shape[0], LATENT).to(dtype)
+
+
+@triton.jit
+def _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, length, limits, head, scale_log2,
+                 TILE_N: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
+    """TILE_N keys from tile_begin on. limits: (TILE_M,) keys that a row may see."""
+    cols = tile_begin + tl.arange(0, TILE_N)
+    page, offset, visible = _slots(keys, sequence, cols, length)
+    latent = _load_latent(keys, page, offset, visible, head, LATENT, q_latent.dtype)
+    # (TILE_M, TILE_N)
+    scores = dot(q_latent, latent.T)
+    if ROPE > 0:
+        rope_ptrs = _token_ptrs(keys.rope, page, offset, head)[:, None] + tl.arange(0, ROPE)[None, :]
+        rope = tl.load(rope_ptrs, mask=visible[:, None], other=0.0)
+        scores = dot(q_rope, rope.to(q_latent.dtype).T, scores)
+    logits = tl.where(visible[None, :] & (cols[None, :] < limits[:, None]), scores * scale_log2, NEG_INF)
+    state, p, correction = softmax.update(state, logits, 1.0, True)
+    acc = dot(p.to(latent.dtype), latent, acc * correction[:, None])
+    return state, acc
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "seqlen_q", "fixed_length"])
+def decode(
+    q, out, lse, keys, partial_out, partial_lse, table, lengths, sinks, softmax_scale, num_sequences, num_rows, num_heads_kv,
+    seqlen_q, fixed_length, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, SEQUENCES_PER_LENGTH: tl.constexpr, IS_CAUSAL: tl.constexpr, LSE_WITH_SINKS: tl.constexpr,
+):  # fmt: skip
+    """q, out, lse: Rows. keys: Keys. partial_out: fp32 (slots, num_heads_kv, num_rows, LATENT); partial_lse the same, base 2.
+
+    lengths: int32 pointer, one for SEQUENCES_PER_LENGTH sequences each, or None: fixed_length, which bounds them anyway.
+    """
+    num_m_tiles = tl.cdiv(num_rows, TILE_M)
+    head_kv = tl.program_id(0) // num_m_tiles
+    rows = (tl.program_id(0) % num_m_tiles) * TILE_M + tl.arange(0, TILE_M)
+    part = tl.program_id(1)
+    begin, begin_tile, last, end_tile = schedule.part_of_program(table, part, num_sequences)
+    tokens = rows // GROUP_SIZE
+    heads = head_kv * GROUP_SIZE + rows % GROUP_SIZE
+    row_exists = rows < num_rows
+    dims = tl.arange(0, LATENT)
+    q_offsets = tokens.to(tl.int64) * q.row_stride + heads * q.head_stride
+    scale_log2 = softmax_scale * LOG2_E
+    for i in range(last - begin + 1):
+        sequence = begin + i
+        length = schedule.key_length(lengths, sequence, fixed_length, SEQUENCES_PER_LENGTH)
+        num_tiles = schedule.num_tiles_of(length)
+        first, end = schedule.part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile)
+        q_ptrs = q.ptr + sequence.to(tl.int64) * q.batch_stride + q_offsets
+        q_latent = tl.load(q_ptrs[:, None] + dims[None, :], mask=row_exists[:, None], other=0.0)
+        q_rope = q_latent
+        if ROPE > 0:
+            q_rope = tl.load(q_ptrs[:, None] + LATENT + tl.arange(0, ROPE)[None, :], mask=row_exists[:, None], other=0.0)
+        limits = tl.zeros((TILE_M,), tl.int32) + length
+        if IS_CAUSAL:
+            limits = limits - seqlen_q + tokens + 1
+        state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
+        acc = tl.zeros((TILE_M, LATENT), tl.float32)
+        for tile_begin in range(first * schedule.TILE, tl.minimum(end * schedule.TILE, length), TILE_N):
+            state, acc = _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, length, limits, head_kv,
+                                      scale_log2, TILE_N, LATENT, ROPE)  # fmt: skip
+        if (first == 0) & (end == num_tiles):
+            _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, LATENT, LSE_WITH_SINKS)
+        else:
+            slot = schedule.partial_slot(part, first)
+            row = (slot.to(tl.int64) * num_heads_kv + head_kv) * num_rows + rows
+            tl.store(partial_lse + row, _lse_log2(state), mask=row_exists)
+            tl.store(partial_out + row[:, None] * LATENT + dims[None, :], acc * _inverse(state)[:, None],
+                     mask=row_exists[:, None])  # fmt: skip
+
+
+@triton.jit
+def _inverse(state):
+    return 1.0 / tl.where(state.row_sum == 0.0, 1.0, state.row_sum)
+
+
+@triton.jit
+def _lse_log2(state):
+    empty = state.row_sum == 0.0
+    return tl.where(empty, NEG_INF, state.row_max + tl.log2(tl.where(empty, 1.0, state.row_sum)))
+
+
+@triton.jit
+def _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, LATENT: tl.constexpr,
+                 LSE_WITH_SINKS: tl.constexpr):  # fmt: skip
+    """Rows of out and lse, from sums over all keys; sinks may be None."""
+    _, row_lse = softmax.finish(state)
+    if sinks is not None:
+        state, correction = softmax.absorb_sink(state, tl.load(sinks + heads, mask=row_exists, other=NEG_INF).to(tl.float32))
+        acc = acc * correction[:, None]
+        if LSE_WITH_SINKS:
+            _, row_lse = softmax.finish(state)
+    sequence = sequence.to(tl.int64)
+    lse_ptrs = lse.ptr + sequence * lse.batch_stride + heads * lse.head_stride + tokens * lse.row_stride
+    tl.store(lse_ptrs, row_lse, mask=row_exists)
+    out_ptrs = out.ptr + sequence * out.batch_stride + tokens * out.row_stride + heads * out.head_stride
+    tl.store(out_ptrs[:, None] + tl.arange(0, LATENT)[None, :], (acc * _inverse(state)[:, None]).to(out.ptr.dtype.element_ty),
+             mask=row_exists[:, None])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def merge(
+    out, lse, partial_out, partial_lse, table, sinks, num_rows, num_heads_kv, num_parts, ROWS: tl.constexpr,
+    BY_PART: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    LSE_WITH_SINKS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one sequence whose keys were split over parts, SPLITS partial results at a time; others have no work.
+
+    BY_PART: a program looks at the sequence that the end of its part cuts, if it begins there; else at a sequence.
+    """
+    sequence = tl.program_id(1)
+    wanted = True
+    if BY_PART:
+        sequence = tl.load(table + 2 * (tl.program_id(1) + 1))
+        wanted = tl.load(table + 2 * (tl.program_id(1) + 1) + 1) > 0
+    if wanted:
+        first_part = tl.load(table + 2 * (num_parts + 1 + sequence))
+        last_part = tl.load(table + 2 * (num_parts + 1 + sequence) + 1)
+        if BY_PART:
+            # A sequence that a part before began belongs to that part
+            last_part = tl.where(first_part == tl.program_id(1), last_part, first_part)
+        if last_part > first_part:
+            for row in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_heads_kv * num_rows)):
+                _merge_row(out, lse, partial_out, partial_lse, sinks, sequence, row // num_rows, row % num_rows, first_part,
+                           last_part - first_part + 1, num_rows, num_heads_kv, SPLITS, LATENT, GROUP_SIZE,
+                           LSE_WITH_SINKS)  # fmt: skip
+
+
+@triton.jit
+def _merge_row(out, lse, partial_out, partial_lse, sinks, sequence, head_kv, row, first_part, num_splits, num_rows,
+               num_heads_kv, SPLITS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
+               LSE_WITH_SINKS: tl.constexpr):  # fmt: skip
+    dims = tl.arange(0, LATENT)
+    state = softmax.OnlineSoftmax(tl.full((1,), NEG_INF, tl.float32), tl.zeros((1,), tl.float32))
+    acc = tl.zeros((1, LATENT), tl.float32)
+    for begin in range(0, num_splits, SPLITS):
+        splits = begin + tl.arange(0, SPLITS)
+        exists = splits < num_splits
+        slots = schedule.nth_slot(first_part, splits).to(tl.int64)
+        rows = (slots * num_heads_kv + head_kv) * num_rows + row
+        partial = tl.load(partial_out + rows[:, None] * LATENT + dims[None, :], mask=exists[:, None], other=0.0)
+        logits = tl.load(partial_lse + rows, mask=exists, other=NEG_INF)
+        state, weights, correction = softmax.update(state, logits[None, :], 1.0, True)
+        acc = acc * correction[:, None] + tl.sum(weights.reshape(SPLITS)[:, None] * partial, 0)[None, :]
+    rows = row + tl.arange(0, 1)
+    _store_final(out, lse, state, acc, sinks, sequence, rows // GROUP_SIZE, head_kv * GROUP_SIZE + rows % GROUP_SIZE,
+                 rows < num_rows, LATENT, LSE_WITH_SINKS)  # fmt: skip
+
+
+# The first row with enough rows and little enough shared memory is taken.
+CONFIGS = (
+    TileConfig(16, 64, 4, 2),
+    TileConfig(64, 64, 8, 2),
+    TileConfig(64, 32, 8, 1),
+    TileConfig(16, 32, 4, 1),
+)
+# Partial results that `merge` reads at a time, and about how many programs it has at most
+SPLITS = 8
+MERGE_PROGRAMS = 1024
+
+
+def shared_bytes(problem, config) -> int:
+    """Estimate of a block's shared memory: the queries, num_stages of keys, and the probabilities."""
+    row = problem.head_dim * problem.dtype.itemsize
+    return (config.tile_m + config.num_stages * config.tile_n) * row + 2 * config.tile_m * config.tile_n
+
+
+def config_of(problem, device) -> TileConfig | None:
+    """The tile of a problem, or None where none fits."""
+    for config in CONFIGS:
+        # Triton keeps more than our tiles in shared memory there: 345 KiB for (64, 64, 8, 2)
+        if device.sm >= 100 and config.num_stages > 1:
+            continue
+        if shared_bytes(problem, config) <= device.smem_bytes and (problem.num_rows <= config.tile_m or config.tile_m == 64):
+            return config
+    return None
+
+
+def refuses(problem, device) -> str | None:
+    """Why these kernels do not take a problem, or None."""
+    if device.arch == "cpu":
+        if "portable" not in settings.preferred_tiers():
+            return "needs a GPU, or FLASHTILE_TIER=portable"
+        if problem.dtype != torch.float16:
+            return f"Triton's interpreter multiplies float16 here, not {problem.dtype}"
+        return None
+    if device.sm < 80:
+        return f"needs sm_80 or newer, the device is {device.arch}"
+    if problem.fp8 and device.sm < 89:
+        return f"needs sm_89 for packed caches (e4m3), the device is {device.arch}"
+    if config_of(problem, device) is None:
+        return f"no tile fits in {device.smem_bytes >> 10} KiB of shared memory"
+    return None
+
+
+class Outputs(NamedTuple):
+    """What the kernels write, as they see it: out and lse as Rows, and partial results."""
+
+    out: Any
+    lse: Any
+    partial_out: Any
+    partial_lse: Any
+
+
+def as_sequences(x, problem):
+    """(batch, seqlen_q, ...), with indices (batch * seqlen_q, 1, ...): each query token is a sequence of its own."""
+    return x.reshape(problem.num_sequences, 1, *x.shape[2:]) if problem.sparse else x
+
+
+def rows_of(x) -> Rows:
+    """Pointer and strides of (sequences, tokens, heads, dim), or (sequences, tokens, heads) where a row is one number."""
+    return Rows(x, *x.stride()[:3])
+
+
+def allocate(problem, q):
+    """out and lse, uninitialised."""
+    out = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v))
+    # Heads of a token side by side: so kernels write them
+    lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=torch.float32).transpose(1, 2)
+    return out, lse
+
+
+def outputs_of(problem, out, lse, num_parts) -> Outputs:
+    # One part cuts nothing
+    slots = 2 * num_parts if num_parts > 1 else 0
+    rows = slots * problem.num_heads_kv * problem.num_rows
+    partial_out = out.new_empty((rows, problem.head_dim_v), dtype=torch.float32)
+    partial_lse = out.new_empty((rows,), dtype=torch.float32)
+    out, lse = (rows_of(as_sequences(x, problem)) for x in (out, lse.transpose(1, 2)))
+    return Outputs(out, lse, partial_out, partial_lse)
+
+
+def keys_of(problem, operands) -> Keys:
+    kv_cache, table, indices = operands.kv_cache, operands.block_table, operands.indices
+    latent, scales, rope = cache.split_fp8(kv_cache) if problem.fp8 else (kv_cache, None, kv_cache[..., problem.head_dim_v :])
+    if problem.sparse:
+        table = None
+        indices = indices.reshape(problem.num_sequences, problem.topk)
+    return Keys(
+        rows_of(latent), None if scales is None else rows_of(scales), rows_of(rope), problem.page_size,
+        problem.num_pages * problem.page_size, table, indices, (indices if problem.sparse else table).stride(0),
+    )  # fmt: skip
+
+
+def max_length(problem, operands) -> int:
+    """What bounds the keys of a sequence."""
+    return problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
+
+
+# By what a compiled kernel and its arguments depend on, beside the data
+_prepared = {}
+
+
+def launch_merge(problem, operands, outputs, num_parts):
+    """Merge the partial results of sequences that were split."""
+    changing = *outputs, operands.schedule, operands.sinks
+    key = problem, num_parts, *launch_key((outputs.out.ptr, *changing[2:]))
+    prepared = _prepared.get(key)
+    if prepared is not None:
+        prepared.run(*changing, *prepared.rest)
+        return
+    by_part = problem.num_sequences > num_parts
+    candidates = num_parts if by_part else problem.num_sequences
+    total_rows = problem.num_heads_kv * problem.num_rows
+    rows = max(1, min(16, candidates * total_rows // MERGE_PROGRAMS))
+    grid = triton.cdiv(total_rows, rows), candidates
+    numbers = problem.num_rows, problem.num_heads_kv, num_parts
+    constexprs = {"ROWS": rows, "BY_PART": by_part, "SPLITS": SPLITS, "LATENT": problem.head_dim_v,
+                  "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks}  # fmt: skip
+    compiled = merge[grid](*changing, *numbers, **constexprs, num_warps=4)
+    if outputs.out.ptr.is_cuda:
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        _prepared[key] = Prepared(compiled[(*grid, 1)], (), (*numbers, *constexprs.values()))
+
+
+def launch(problem, config, operands):
+    """Run both kernels. config: TileConfig. Returns out and lse as `mla_decode` describes them."""
+    out, lse = allocate(problem, operands.q)
+    if out.numel() == 0:
+        return out, lse
+    num_parts = schedule.num_parts_of(operands.schedule, problem.num_sequences)
+    outputs = outputs_of(problem, out, lse, num_parts)
+    grid = triton.cdiv(problem.num_rows, config.tile_m) * problem.num_heads_kv, num_parts
+    decode[grid](
+        rows_of(as_sequences(operands.q, problem)), outputs.out, outputs.lse, keys_of(problem, operands), outputs.partial_out,
+        outputs.partial_lse, operands.schedule, operands.topk_length if problem.sparse else operands.cache_seqlens,
+        operands.sinks, problem.softmax_scale, problem.num_sequences, problem.num_rows, problem.num_heads_kv, problem.seqlen_q,
+        max_length(problem, operands), TILE_M=config.tile_m, TILE_N=config.tile_n, LATENT=problem.head_dim_v,
+        ROPE=problem.head_dim - problem.head_dim_v, GROUP_SIZE=problem.group_size,
+        SEQUENCES_PER_LENGTH=problem.seqlen_q if problem.sparse else 1, IS_CAUSAL=problem.causal,
+        LSE_WITH_SINKS=problem.lse_with_sinks, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if num_parts > 1:
+        launch_merge(problem, operands, outputs, num_parts)
+    return out, lse

@@ -1,0 +1,269 @@
+"""MlaProblem: the frozen description of one latent attention decode, and the only place that checks its tensors."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
+from flashtile.mla import cache
+from flashtile.problem import _unaligned, _values_readable
+
+HEAD_DIM_V = cache.LATENT_DIM
+HEAD_DIMS = (HEAD_DIM_V, HEAD_DIM_V + cache.ROPE_DIM)
+DTYPES = (torch.bfloat16, torch.float16)
+# fp32 and fp64 serve CPU tensors
+CPU_DTYPES = (*DTYPES, torch.float32, torch.float64)
+MAX_SEQLEN_Q = 8
+MAX_HEADS = 128
+
+# Calls that were checked, and what they are; forgotten all at once when there are many.
+MAX_DESCRIBED = 4096
+_DESCRIBED = {}
+
+
+class MlaOperands(NamedTuple):
+    """The tensors of one call; None where an option is off. Shapes as in `flashtile.mla.mla_decode`."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor | None = None
+    cache_seqlens: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    topk_length: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    # of Schedule
+    schedule: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlaProblem:
+    """One latent attention decode without its data. topk: indices of a query token, None for dense decode."""
+
+    batch: int
+    seqlen_q: int
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    num_pages: int
+    page_size: int
+    causal: bool = False
+    softmax_scale: float = 1.0
+    topk: int | None = None
+    has_topk_length: bool = False
+    fp8: bool = False
+    has_sinks: bool = False
+    lse_with_sinks: bool = True
+    # Rows of the cache do not all begin at multiples of 16 bytes.
+    unaligned: bool = False
+
+    @classmethod
+    def from_tensors(cls, operands, *, head_dim_v=HEAD_DIM_V, softmax_scale=None, causal=False, lse_with_sinks=True):
+        """Check a call and describe it.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came.
+        """
+        q, kv_cache = operands.q, operands.kv_cache
+        fp8 = _check_tensors(q, kv_cache)
+        sparse = operands.indices is not None
+        batch, seqlen_q, num_heads, head_dim = q.shape
+        num_pages, page_size, num_heads_kv = kv_cache.shape[:3]
+        if head_dim_v != HEAD_DIM_V:
+            raise ShapeError(explain("head_dim_v", f"{HEAD_DIM_V}, the latent part of the cache", head_dim_v))
+        if sparse:
+            _check_sparse(operands, num_heads_kv, causal)
+        else:
+            _check_dense(operands)
+        _check_sinks(operands)
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        if not math.isfinite(scale):
+            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
+        if num_pages * page_size >= 2**31:
+            raise ShapeError(explain("kv_cache", "fewer than 2**31 tokens", f"{num_pages * page_size}"))
+        return cls(
+            batch=batch, seqlen_q=seqlen_q, num_heads=num_heads, num_heads_kv=num_heads_kv, head_dim=head_dim,
+            head_dim_v=head_dim_v, dtype=q.dtype, num_pages=num_pages, page_size=page_size, causal=causal and seqlen_q > 1,
+            softmax_scale=float(scale), topk=operands.indices.shape[2] if sparse else None,
+            has_topk_length=operands.topk_length is not None, fp8=fp8, has_sinks=operands.sinks is not None,
+            lse_with_sinks=lse_with_sinks, unaligned=_unaligned(kv_cache),
+        )  # fmt: skip
+
+    @classmethod
+    def of_call(cls, operands, **options):
+        """from_tensors, remembered by shapes, strides, dtypes and devices: a repeated call is not checked again."""
+        readable = _values_readable(operands.q)
+        if readable or torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
+            problem = cls.from_tensors(operands, **options)
+            if readable:
+                _check_values(operands, problem)
+            return problem
+        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands),
+                *options.values())  # fmt: skip
+        problem = _DESCRIBED.get(call)
+        if problem is None:
+            problem = cls.from_tensors(operands, **options)
+            if len(_DESCRIBED) >= MAX_DESCRIBED:
+                _DESCRIBED.clear()
+            _DESCRIBED[call] = problem
+        return problem
+
+    @property
+    def sparse(self) -> bool:
+        return self.topk is not None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a latent head."""
+        return self.num_heads // self.num_heads_kv
+
+    @property
+    def num_sequences(self) -> int:
+        """Sets of keys that rows share: a sequence, or with indices a query token."""
+        return self.batch * self.seqlen_q if self.sparse else self.batch
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows that share a set of keys and a latent head."""
+        return self.group_size if self.sparse else self.group_size * self.seqlen_q
+
+    def flops(self, lengths) -> int:
+        """Matmul FLOPs of the visible pairs. lengths: keys of each sequence, or with indices of each query token."""
+        hidden = sum(min(length, missing) for length in lengths for missing in range(self.seqlen_q)) if self.causal else 0
+        pairs = sum(lengths) * (1 if self.sparse else self.seqlen_q) - hidden
+        return 2 * (self.head_dim + self.head_dim_v) * self.num_heads * pairs
+
+    def bytes_moved(self, lengths) -> int:
+        """Bytes of a pass that reads each key and query once and writes each output once.
+
+        About 2 * heads * query tokens FLOP a byte of a 16 bit cache: whether memory or arithmetic limits is decided by them.
+        """
+        token = cache.TOKEN_BYTES if self.fp8 else self.head_dim * self.dtype.itemsize
+        rows = self.batch * self.seqlen_q * self.num_heads
+        return (sum(lengths) * self.num_heads_kv * token + rows * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
+                + 4 * rows)  # fmt: skip
+
+
+def _shape(x) -> str:
+    return f"shape {tuple(x.shape)}"
+
+
+def _check_tensors(q, kv_cache) -> bool:
+    """q and kv_cache; returns whether the cache is packed."""
+    if q.dim() != 4:
+        raise ShapeError(explain("q", "4 dims (batch, seqlen_q, heads, head_dim)", _shape(q)))
+    if kv_cache.dim() != 4:
+        way_out = "Add the dim of latent heads: kv_cache.unsqueeze(2)." if kv_cache.dim() == 3 else ""
+        raise ShapeError(explain("kv_cache", "4 dims (pages, page_size, heads_kv, head_dim)", _shape(kv_cache), way_out))
+    if q.device.type not in ("cuda", "cpu"):
+        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    if kv_cache.device != q.device:
+        raise DeviceError(explain("kv_cache", f"the device of q, {q.device}", kv_cache.device))
+    if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else DTYPES):
+        raise DtypeError(explain("q", "dtype bfloat16 or float16", q.dtype, "Cast q and the cache."))
+    fp8 = kv_cache.dtype in cache.DTYPES
+    if not fp8 and kv_cache.dtype != q.dtype:
+        raise DtypeError(explain("kv_cache", f"the dtype of q, {q.dtype}, or uint8 packed by flashtile.mla.pack_fp8",
+                                 kv_cache.dtype))  # fmt: skip
+    head_dim, width = q.shape[-1], kv_cache.shape[-1]
+    if head_dim not in HEAD_DIMS:
+        raise ShapeError(explain("q", f"a head_dim of {HEAD_DIMS[1]} (512 latent, 64 rotary) or {HEAD_DIMS[0]}", head_dim,
+                                 "Keys of their own for each head are for flashtile.attention."))  # fmt: skip
+    if fp8 and (width != cache.TOKEN_BYTES or head_dim != HEAD_DIMS[1]):
+        raise ShapeError(explain("kv_cache", f"{cache.TOKEN_BYTES} bytes a token, for a head_dim of q of {HEAD_DIMS[1]}",
+                                 f"{width} bytes and head_dim {head_dim}", "Pack it with flashtile.mla.pack_fp8."))  # fmt: skip
+    if not fp8 and width != head_dim:
+        raise ShapeError(explain("kv_cache", f"the head_dim of q, {head_dim}", width))
+    for name, x in (("q", q), ("kv_cache", kv_cache)):
+        if x.stride(-1) != 1 and x.numel() > 0:
+            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
+                                     f"Use {name}.contiguous()."))  # fmt: skip
+    if fp8 and (any(stride % 4 for stride in kv_cache.stride()[:-1]) or kv_cache.storage_offset() % 4):
+        raise ShapeError(explain("kv_cache", "tokens that begin at multiples of 4 bytes", f"strides {kv_cache.stride()}"))
+    num_heads, num_heads_kv = q.shape[2], kv_cache.shape[2]
+    if num_heads == 0 or num_heads_kv == 0 or num_heads % num_heads_kv:
+        raise ShapeError(explain("q", "heads that are a multiple of those of kv_cache", f"{num_heads} and {num_heads_kv}"))
+    if num_heads > MAX_HEADS:
+        raise ShapeError(explain("q", f"at most {MAX_HEADS} heads", num_heads, "Split the heads over calls."))
+    if kv_cache.shape[1] == 0:
+        raise ShapeError(explain("kv_cache", "a page size of at least 1", _shape(kv_cache)))
+    return fp8
+
+
+def _check_int32(name, x, q, shape) -> None:
+    """An int32 tensor on the device of q; None in shape is any size."""
+    if x.dtype != torch.int32:
+        raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
+    if x.device != q.device:
+        raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+    if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ShapeError(explain(name, f"shape ({expected})", _shape(x)))
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
+                                 f"Use {name}.contiguous()."))  # fmt: skip
+
+
+def _check_dense(operands) -> None:
+    q = operands.q
+    for name in ("block_table", "cache_seqlens"):
+        if getattr(operands, name) is None:
+            raise ShapeError(explain(name, "a tensor", None, "Only sparse decode, with indices, has none."))
+    if operands.topk_length is not None:
+        raise ShapeError(explain("topk_length", "None without indices", _shape(operands.topk_length)))
+    if q.shape[1] > MAX_SEQLEN_Q:
+        raise ShapeError(explain("q", f"at most {MAX_SEQLEN_Q} query tokens", q.shape[1],
+                                 "Prefill in the unabsorbed form with flashtile.attention."))  # fmt: skip
+    _check_int32("block_table", operands.block_table, q, (q.shape[0], None))
+    _check_int32("cache_seqlens", operands.cache_seqlens, q, (q.shape[0],))
+
+
+def _check_sparse(operands, num_heads_kv, causal) -> None:
+    q = operands.q
+    if causal:
+        raise ValueRangeError(explain("causal", "False with indices", True, "Leave hidden keys out of the indices."))
+    if num_heads_kv != 1:
+        raise ShapeError(explain("kv_cache", "one latent head with indices", f"{num_heads_kv} heads"))
+    for name in ("block_table", "cache_seqlens"):
+        if getattr(operands, name) is not None:
+            raise ShapeError(explain(name, "None with indices, which name slots of the cache", "a tensor",
+                                     "A token's slot is page * page_size + offset."))  # fmt: skip
+    _check_int32("indices", operands.indices, q, (q.shape[0], q.shape[1], None))
+    if operands.topk_length is not None:
+        _check_int32("topk_length", operands.topk_length, q, (q.shape[0],))
+
+
+def _check_sinks(operands) -> None:
+    q, sinks = operands.q, operands.sinks
+    if sinks is None:
+        return
+    if not sinks.is_floating_point():
+        raise DtypeError(explain("sinks", "a floating dtype", sinks.dtype))
+    if tuple(sinks.shape) != (q.shape[2],):
+        raise ShapeError(explain("sinks", f"shape ({q.shape[2]},), one logit a query head", _shape(sinks)))
+    if sinks.device != q.device:
+        raise DeviceError(explain("sinks", f"the device of q, {q.device}", sinks.device, "Move it: sinks.to(q.device)."))
+    if sinks.stride(0) != 1 and sinks.shape[0] > 1:
+        raise ShapeError(explain("sinks", "a contiguous tensor", f"strides {sinks.stride()}", "Use sinks.contiguous()."))
+
+
+def _check_values(operands, problem) -> None:
+    """Lengths and pages; waits for the device. Entries of the block table past a sequence's pages may hold anything."""
+    if problem.sparse:
+        if operands.topk_length is not None:
+            _check_range("topk_length", operands.topk_length, problem.topk)
+        return
+    _check_range("cache_seqlens", operands.cache_seqlens, operands.block_table.shape[1] * problem.page_size)
+    for b, length in enumerate(operands.cache_seqlens.tolist()):
+        for page in operands.block_table[b, : -(-length // problem.page_size)].tolist():
+            if not 0 <= page < problem.num_pages:
+                raise ValueRangeError(explain(f"block_table[{b}]", f"pages of 0 to {problem.num_pages - 1}", page))
+
+
+def _check_range(name, lengths, most) -> None:
+    for b, length in enumerate(lengths.tolist()):
+        if not 0 <= length <= most:
+            raise ValueRangeError(explain(f"{name}[{b}]", f"0 to {most}", length))

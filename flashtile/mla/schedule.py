@@ -1,0 +1,122 @@
+"""Even parts of all caches together: which programs read which keys. Computed on the device, without a wait.
+
+All sequences stand on one line, each with SEQUENCE_COST and then one unit for each TILE keys (one at least, so that an empty
+sequence has someone who writes its rows). The line is cut into parts of equal length; part p belongs to the programs of one
+column of the grid. A sequence that a cut goes through has partial results, merged afterwards: a part leaves at most two, slot
+2p for a sequence that began in a part before, slot 2p + 1 for one that begins here and goes on.
+
+    table, int32 (num_parts + 1 + num_sequences, 2)
+    rows 0 to num_parts          (sequence, tile) where a part begins; that of the next is where it ends
+    the row of a sequence        (first part, last part) that hold its tiles
+
+Everything follows from the prefix sums of the lengths, so no part waits for another: the kernel is one block.
+"""
+
+import triton
+import triton.language as tl
+
+# Keys to a unit of the line
+TILE = tl.constexpr(64)
+# What a sequence costs beside its keys, in units: its queries, its output
+SEQUENCE_COST = tl.constexpr(4)
+# A part has at least so many units
+MIN_PART = tl.constexpr(4)
+
+
+@triton.jit
+def num_tiles_of(length):
+    return tl.maximum(tl.cdiv(length, TILE), 1)
+
+
+@triton.jit
+def key_length(lengths, sequence, fixed_length, SEQLEN_Q: tl.constexpr):
+    """Keys of a sequence: of lengths, one for SEQLEN_Q sequences each, or fixed_length where there are none."""
+    if lengths is None:
+        return fixed_length
+    else:
+        return tl.minimum(tl.maximum(tl.load(lengths + sequence // SEQLEN_Q), 0), fixed_length)
+
+
+@triton.jit(do_not_specialize=["fixed_length", "num_sequences", "num_parts"])
+def plan_parts(table, lengths, fixed_length, num_sequences, num_parts, SEQLEN_Q: tl.constexpr, PARTS: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """Write the table. lengths: int32 pointer or None; PARTS: a power of two above num_parts."""
+    total = 0
+    for begin in range(0, num_sequences, BLOCK):
+        costs = _costs(begin, lengths, fixed_length, num_sequences, SEQLEN_Q, BLOCK)
+        total += tl.sum(costs, 0)
+    part_cost = tl.maximum(tl.cdiv(total, num_parts), MIN_PART)
+    parts = tl.arange(0, PARTS)
+    cuts = parts * part_cost
+    sequence_at = tl.zeros((PARTS,), tl.int32)
+    start_at = tl.zeros((PARTS,), tl.int32)
+    start = 0
+    for begin in range(0, num_sequences, BLOCK):
+        costs = _costs(begin, lengths, fixed_length, num_sequences, SEQLEN_Q, BLOCK)
+        starts = start + tl.cumsum(costs, 0) - costs
+        start += tl.sum(costs, 0)
+        sequences = begin + tl.arange(0, BLOCK)
+        exists = sequences < num_sequences
+        first_tile = starts + SEQUENCE_COST
+        row = table + 2 * (num_parts + 1 + sequences)
+        tl.store(row, first_tile // part_cost, mask=exists)
+        tl.store(row + 1, (starts + costs - 1) // part_cost, mask=exists)
+        # The last sequence that starts at or before each cut
+        before = (starts[None, :] <= cuts[:, None]) & exists[None, :]
+        sequence_at += tl.sum(before.to(tl.int32), 1)
+        start_at = tl.maximum(start_at, tl.max(tl.where(before, starts[None, :], 0), 1))
+    inside = cuts < total
+    tile_at = tl.maximum(cuts - start_at - SEQUENCE_COST, 0)
+    exists = parts <= num_parts
+    tl.store(table + 2 * parts, tl.where(inside, sequence_at - 1, num_sequences), mask=exists)
+    tl.store(table + 2 * parts + 1, tl.where(inside, tile_at, 0), mask=exists)
+
+
+@triton.jit
+def _costs(begin, lengths, fixed_length, num_sequences, SEQLEN_Q: tl.constexpr, BLOCK: tl.constexpr):
+    sequences = begin + tl.arange(0, BLOCK)
+    length = key_length(lengths, tl.minimum(sequences, num_sequences - 1), fixed_length, SEQLEN_Q)
+    return tl.where(sequences < num_sequences, num_tiles_of(length) + SEQUENCE_COST, 0)
+
+
+@triton.jit
+def part_of_program(table, part, num_sequences):
+    """(first sequence, its first tile, last sequence, the end of its tiles) of a part; an empty part ends before it begins."""
+    begin = tl.load(table + 2 * part)
+    begin_tile = tl.load(table + 2 * part + 1)
+    end = tl.load(table + 2 * part + 2)
+    end_tile = tl.load(table + 2 * part + 3)
+    # A cut between two sequences, or past the last
+    between = end_tile == 0
+    return begin, begin_tile, tl.where(between, end - 1, end), tl.where(between, 2**30, end_tile)
+
+
+@triton.jit
+def part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile):
+    """[first, end) of a sequence's tiles that belong to a part."""
+    return tl.where(sequence == begin, begin_tile, 0), tl.where(sequence == last, tl.minimum(end_tile, num_tiles), num_tiles)
+
+
+@triton.jit
+def partial_slot(part, first_tile):
+    return 2 * part + tl.where(first_tile == 0, 1, 0)
+
+
+@triton.jit
+def nth_slot(first_part, n):
+    """The slot of the n-th partial result of a sequence that begins in first_part."""
+    return tl.where(n == 0, 2 * first_part + 1, 2 * (first_part + n))
+
+
+def num_parts_of(table, num_sequences) -> int:
+    return table.shape[0] - 1 - num_sequences
+
+
+def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q):
+    """Fill table, (num_parts + 1 + num_sequences, 2).
+
+    lengths: int32, one for seqlen_q sequences each, or None where all have fixed_length, which bounds them anyway.
+    """
+    parts = num_parts_of(table, num_sequences)
+    plan_parts[(1,)](table, lengths, fixed_length, num_sequences, parts, SEQLEN_Q=seqlen_q,
+                     PARTS=triton.next_power_of_2(parts + 1), BLOCK=128, num_warps=8)  # fmt: skip

@@ -1,0 +1,35 @@
+"""Latent attention decode, one small case a feature, to run under a checker of memory or races:
+
+    compute-sanitizer --tool memcheck  python tests/gpu/sanitize_mla.py hopper
+    compute-sanitizer --tool racecheck python tests/gpu/sanitize_mla.py portable
+
+Run it once without the checker first, so that kernels are compiled. Where the tier refuses, portable steps in.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from mla_cases import BY_NAME  # noqa: E402
+
+from flashtile.mla import mla_decode  # noqa: E402
+
+FEATURES = (
+    "empty_sequences", "split_uneven", "causal", "rows_70", "dim_512", "page_53", "sinks_split", "sparse_few", "sparse_fp8",
+)  # fmt: skip
+
+
+def main(tier):
+    os.environ["FLASHTILE_TIER"] = f"{tier},portable"
+    for name in FEATURES:
+        mla_decode(**BY_NAME[name].make(torch.bfloat16, "cuda"))
+        torch.cuda.synchronize()
+        print(f"{name}: ran", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,113 @@
+"""Latent attention decode on a GPU: every case and random ones against float64 on each tier, bits, graphs, prefill."""
+
+import os
+
+import checks
+import pytest
+import torch
+from cases import Case
+from mla_cases import BY_NAME, CASES, MlaCase, check, random_case
+
+from flashtile import hardware
+from flashtile.mla import make_schedule, mla_decode, plan
+from flashtile.mla.problem import MlaOperands, MlaProblem
+
+pytestmark = pytest.mark.gpu
+# FLASHTILE_TEST_CONFIGURATIONS=500 for a long run
+NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
+NUM_CHUNKS = 12
+GPU_TIERS = [name for name in plan.TIERS if name != "reference"]
+
+
+@pytest.fixture(params=GPU_TIERS)
+def tier(request, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", request.param)
+    return request.param
+
+
+def skip_refused(tier, arguments):
+    """Skip what the tier refuses, with its own sentence."""
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    options = {name: x for name, x in arguments.items() if name not in tensors}
+    problem = MlaProblem.from_tensors(MlaOperands(**tensors), **options)
+    reason = plan.import_module(plan.TIERS[tier]).refuses(problem, hardware.detect("cuda"))
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(tier, case, dtype, poisoned):
+    skip_refused(tier, case.make(dtype, "cuda"))
+    check(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_random_configurations(tier, chunk, poisoned):
+    for seed in range(chunk, NUM_CONFIGURATIONS, NUM_CHUNKS):
+        case = random_case(seed)
+        try:
+            skip_refused(tier, case.make(torch.bfloat16, "cuda", seed))
+        except pytest.skip.Exception:
+            continue
+        check(case, torch.bfloat16 if seed % 3 else torch.float16, "cuda", seed)
+
+
+LARGE = (
+    MlaCase("many_heads", lengths=(4096, 1000, 0, 8192), heads=128),
+    MlaCase("rows_1024", lengths=(700, 64), heads=128, seqlen_q=8, causal=True),
+    MlaCase("long", lengths=(262144,), heads=16),
+    MlaCase("many_sequences", lengths=tuple(range(0, 3000, 10)), heads=16),
+)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_large(tier, case, poisoned):
+    skip_refused(tier, case.make(torch.bfloat16, "cuda"))
+    check(case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("name", ["many_heads", "rows_1024", "sparse_split", "sparse_fp8", "split_uneven"])
+def test_bits_repeat(tier, name):
+    """100 runs, the same bits: a race would move them."""
+    arguments = {case.name: case for case in (*CASES, *LARGE)}[name].make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+    first = mla_decode(**arguments, return_lse=True)
+    for _ in range(100):
+        assert all(torch.equal(x, y) for x, y in zip(mla_decode(**arguments, return_lse=True), first, strict=True))
+
+
+def test_cuda_graph_with_schedule(tier):
+    """A step of three layers, captured: a replay follows lengths that changed since."""
+    arguments = MlaCase("graph", lengths=(3000, 100, 0), heads=32).make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+    lengths = arguments["cache_seqlens"]
+    shorter = torch.tensor([700, 100, 0], dtype=torch.int32, device="cuda")
+    expected = mla_decode(**arguments | {"cache_seqlens": shorter})
+    mla_decode(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        schedule = make_schedule(lengths, num_heads=32)
+        outs = [mla_decode(**arguments, schedule=schedule) for _ in range(3)]
+    lengths.copy_(shorter)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_compile(tier):
+    arguments = BY_NAME["causal"].make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+
+    def step(q, lengths):
+        schedule = make_schedule(lengths, num_heads=4, seqlen_q=4)
+        return mla_decode(**arguments | {"q": q, "cache_seqlens": lengths}, schedule=schedule)
+
+    inputs = arguments["q"], arguments["cache_seqlens"]
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(*inputs), step(*inputs))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefill_in_the_unabsorbed_form(causal):
+    case = Case("mla_prefill", seqlen_q=300, seqlen_k=300, heads=4, heads_kv=4, head_dim=192, head_dim_v=128, causal=causal)
+    checks.check_attention(case, torch.bfloat16, "cuda")

@@ -1,0 +1,352 @@
+"""Latent attention decode: the two forms of the definition, the kernels in the interpreter, the schedule, refusals."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mla_cases import BY_NAME, CASES, MlaCase, check
+
+import flashtile
+from flashtile.compat import flash_mla
+from flashtile.mla import make_schedule, mla_decode, pack_fp8, unpack_fp8
+from flashtile.mla import problem as problems
+from flashtile.reference import mla, naive
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def weights(heads, latent=512, nope=128, value=128, rope=64):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator) / shape[-1] ** 0.5
+
+    return draw, draw(heads, nope, latent), draw(heads, latent, value)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+def test_absorbed_and_unabsorbed_forms_are_equal(seqlen_q):
+    """In float64, to rounding: DeepSeek's dims, a cache of pages against keys and values for each head."""
+    heads, length, page = 3, 21, 8
+    draw, w_key, w_value = weights(heads)
+    latent, k_rope = draw(1, length, 512), draw(1, length, 64)
+    q_nope, q_rope = draw(1, seqlen_q, heads, 128) * 20, draw(1, seqlen_q, heads, 64) * 20
+    k, v = mla.keys_and_values(latent, k_rope, w_key, w_value)
+    scale = 192**-0.5
+    expected, expected_lse = naive.attention(torch.cat([q_nope, q_rope], -1), k, v, causal=True, softmax_scale=scale,
+                                             return_lse=True)  # fmt: skip
+    cache = torch.full((3, page, 1, 576), float("nan"), dtype=torch.float64)
+    cache.view(-1, 576)[:length] = torch.cat([latent, k_rope], -1)[0]
+    out, lse = mla.decode(
+        mla.absorb(q_nope, q_rope, w_key), cache, block_table=torch.arange(3, dtype=torch.int32)[None],
+        cache_seqlens=torch.tensor([length], dtype=torch.int32), softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(mla.expand(out, w_value), expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-14)
+
+
+def test_prefill_in_the_unabsorbed_form():
+    """head_dim 192 and head_dim_v 128 through flashtile.attention, forward and backward."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (
+        torch.randn(1, 40, 2, dim, dtype=torch.float64, generator=generator, requires_grad=True) for dim in (192, 192, 128)
+    )
+    results = []
+    for attend in (flashtile.attention, naive.attention):
+        out = attend(q, k, v, causal=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cpu_tensors(case):
+    check(case, torch.bfloat16)
+
+
+def needs_interpreter():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU here")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_portable_kernel(case, monkeypatch, poisoned):
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    check(case, torch.float16)
+
+
+def simulated_schedule(lengths, num_parts):
+    """The table of flashtile/mla/schedule.py, unit by unit."""
+    owners = []
+    tiles = [max(1, -(-length // 64)) for length in lengths]
+    for sequence, count in enumerate(tiles):
+        owners += [(sequence, max(0, unit - 4)) for unit in range(4 + count)]
+    part = max(4, -(-len(owners) // num_parts))
+    begins = [owners[p * part] if p * part < len(owners) else (len(lengths), 0) for p in range(num_parts + 1)]
+    spans = []
+    for sequence in range(len(lengths)):
+        units = [unit for unit, owner in enumerate(owners) if owner[0] == sequence][4:]
+        spans.append((units[0] // part, units[-1] // part))
+    return torch.tensor(begins + spans, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("lengths", [(0,), (64,), (1,) * 9, (5000, 0, 3, 700), (262144, 1), tuple(range(0, 3000, 17))])
+@pytest.mark.parametrize("num_heads", [1, 128])
+def test_schedule(lengths, num_heads):
+    """Against a simulation; every tile belongs to one part, and parts are even."""
+    needs_interpreter()
+    schedule = make_schedule(torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads)
+    num_parts = schedule.table.shape[0] - 1 - len(lengths)
+    assert num_parts == (4 if num_heads == 1 else 2)
+    assert schedule.table.tolist() == simulated_schedule(lengths, num_parts).tolist()
+
+
+def test_schedule_serves_many_layers(monkeypatch):
+    """One launch for all layers of a step, and the same bits as with a schedule made in each call."""
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    from flashtile.mla import schedule as schedules
+
+    launches = []
+    plan_parts = schedules.launch
+    monkeypatch.setattr(schedules, "launch", lambda *args, **kwargs: (launches.append(1), plan_parts(*args, **kwargs)))
+    arguments = MlaCase("short", lengths=(300,), heads=2).make(torch.float16)
+    schedule = make_schedule(arguments["cache_seqlens"], num_heads=2)
+    outs = [mla_decode(**arguments, schedule=schedule) for _ in range(3)]
+    assert len(launches) == 1
+    outs.append(mla_decode(**arguments))
+    assert len(launches) == 2
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_strided_cache_and_queries(monkeypatch):
+    """A layer of a cache of many, and queries cut out of a wider tensor."""
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    for name in ("plain", "sparse_tokens"):
+        arguments = BY_NAME[name].make(torch.float16)
+        expected = mla_decode(**arguments)
+        kv_cache, q = arguments["kv_cache"], arguments["q"]
+        layers = torch.full((*kv_cache.shape[:2], 3, *kv_cache.shape[2:]), float("nan"), dtype=torch.float16)
+        layers[:, :, 1] = kv_cache
+        wide = torch.full((*q.shape[:3], 600), float("nan"), dtype=torch.float16)
+        wide[..., 8:584] = q
+        assert torch.equal(mla_decode(**arguments | {"kv_cache": layers[:, :, 1], "q": wide[..., 8:584]}), expected)
+
+
+def test_pack_fp8():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 7, 1, 576, generator=generator) * torch.logspace(-3, 3, 5)[:, None, None, None]
+    x[0, 0] = 0
+    packed = pack_fp8(x.to(torch.bfloat16))
+    assert packed.shape == (5, 7, 1, 656) and packed.dtype == torch.uint8
+    scales = packed[..., 512:528].view(torch.float32)
+    assert torch.equal(scales.log2(), scales.log2().round())
+    unpacked = unpack_fp8(packed, torch.float32)
+    assert torch.equal(unpacked[..., 512:], x.to(torch.bfloat16)[..., 512:].float())
+    groups, back = x.to(torch.bfloat16)[..., :512].float().unflatten(-1, (4, 128)), unpacked[..., :512].unflatten(-1, (4, 128))
+    # 3 bits of mantissa; the smallest step is 2**-9 of the scale
+    assert ((back - groups).abs() <= groups.abs() / 16 + scales[..., None] * 2**-10).all()
+    with pytest.raises(flashtile.ShapeError, match="last dim of 576, got shape"):
+        pack_fp8(x[..., :512])
+    with pytest.raises(flashtile.DtypeError, match="kv_cache"):
+        pack_fp8(x.to(torch.int32))
+
+
+def plain(**changes):
+    return MlaCase("refused", lengths=(10, 5)).make(torch.bfloat16) | changes
+
+
+Q = torch.zeros(2, 1, 4, 576, dtype=torch.bfloat16)
+CACHE = torch.zeros(3, 64, 1, 576, dtype=torch.bfloat16)
+INDICES = torch.zeros(2, 1, 8, dtype=torch.int32)
+NO_TABLE = {"block_table": None, "cache_seqlens": None}
+WRONG = {
+    "q_rank": (dict(q=Q[0]), flashtile.ShapeError, "q: expected 4 dims"),
+    "q_type": (dict(q=1), flashtile.DtypeError, "q: expected a torch.Tensor, got int"),
+    "table_type": (dict(block_table=[[0]]), flashtile.DtypeError, "block_table: expected a torch.Tensor, got list"),
+    "causal_type": (dict(causal=1), flashtile.DtypeError, "causal: expected True or False, got 1"),
+    "scale_type": (dict(softmax_scale=torch.ones(())), flashtile.DtypeError, "softmax_scale: expected a number"),
+    "q_dtype": (dict(q=Q.to(torch.int32)), flashtile.DtypeError, "q: expected dtype bfloat16 or float16"),
+    "cache_rank": (dict(kv_cache=CACHE[:, :, 0]), flashtile.ShapeError, "unsqueeze"),
+    "cache_dtype": (dict(kv_cache=CACHE.half()), flashtile.DtypeError, "kv_cache: expected the dtype of q, torch.bfloat16"),
+    "head_dim": (dict(q=Q[..., :128]), flashtile.ShapeError, "q: expected a head_dim of 576"),
+    "cache_head_dim": (
+        dict(kv_cache=CACHE[..., :512]),
+        flashtile.ShapeError,
+        "kv_cache: expected the head_dim of q, 576, got 512",
+    ),
+    "head_dim_v": (dict(head_dim_v=256), flashtile.ShapeError, "head_dim_v: expected 512"),
+    "packed_width": (dict(kv_cache=CACHE.byte()), flashtile.ShapeError, "656 bytes"),
+    "stride": (
+        dict(q=Q.transpose(2, 3).contiguous().transpose(2, 3)),
+        flashtile.ShapeError,
+        "q: expected a contiguous last dim",
+    ),
+    "heads": (dict(kv_cache=CACHE.expand(3, 64, 3, 576)), flashtile.ShapeError, "multiple of those of kv_cache, got 4 and 3"),
+    "many_heads": (dict(q=Q.repeat(1, 1, 33, 1)), flashtile.ShapeError, "at most 128 heads, got 132"),
+    "many_tokens": (dict(q=Q.repeat(1, 9, 1, 1)), flashtile.ShapeError, "at most 8 query tokens, got 9"),
+    "no_table": (NO_TABLE, flashtile.ShapeError, "block_table: expected a tensor, got None"),
+    "table_dtype": (dict(block_table=torch.zeros(2, 1)), flashtile.DtypeError, "block_table: expected dtype torch.int32"),
+    "table_shape": (dict(block_table=torch.zeros(1, 1, dtype=torch.int32)), flashtile.ShapeError, "block_table"),
+    "lengths_shape": (dict(cache_seqlens=torch.zeros(3, dtype=torch.int32)), flashtile.ShapeError, "cache_seqlens"),
+    "lengths_long": (
+        dict(cache_seqlens=torch.tensor([1, 400], dtype=torch.int32)),
+        flashtile.ValueRangeError,
+        r"cache_seqlens\[1\]",
+    ),
+    "page": (
+        dict(block_table=torch.full((2, 2), 9, dtype=torch.int32)),
+        flashtile.ValueRangeError,
+        r"block_table\[0\]: expected pages",
+    ),
+    "indices_and_table": (dict(indices=INDICES), flashtile.ShapeError, "block_table: expected None with indices"),
+    "indices_shape": (NO_TABLE | dict(indices=INDICES[0]), flashtile.ShapeError, "indices: expected shape"),
+    "indices_causal": (NO_TABLE | dict(indices=INDICES, causal=True), flashtile.ValueRangeError, "causal"),
+    "topk_length": (
+        dict(topk_length=torch.zeros(2, dtype=torch.int32)),
+        flashtile.ShapeError,
+        "topk_length: expected None without",
+    ),
+    "sinks_shape": (dict(sinks=torch.zeros(3)), flashtile.ShapeError, r"sinks: expected shape \(4,\)"),
+    "sinks_dtype": (dict(sinks=torch.zeros(4, dtype=torch.int32)), flashtile.DtypeError, "sinks"),
+    "scale": (dict(softmax_scale=float("nan")), flashtile.ValueRangeError, "softmax_scale"),
+    "schedule": (dict(schedule=3), flashtile.DtypeError, "schedule: expected a Schedule"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    changes, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        mla_decode(**plain(**changes))
+
+
+def test_schedule_of_other_shapes():
+    lengths = torch.tensor([10, 5], dtype=torch.int32)
+    for wrong, words in ((make_schedule(lengths, num_heads=8), "4 rows a sequence, got 8"),
+                         (make_schedule(lengths[:1], num_heads=4), "2 sequences, got 1")):  # fmt: skip
+        with pytest.raises(flashtile.ShapeError, match=words):
+            mla_decode(**plain(schedule=wrong))
+    for arguments in ({"num_heads": 4}, {"cache_seqlens": lengths, "indices": INDICES, "num_heads": 4}):
+        with pytest.raises(flashtile.ShapeError, match="cache_seqlens"):
+            make_schedule(**arguments)
+    with pytest.raises(flashtile.DtypeError, match=r"cache_seqlens.*int64"):
+        make_schedule(lengths.long(), num_heads=4)
+
+
+def test_work():
+    """FLOPs by pairs, bytes by keys; about 2 * heads * tokens FLOP a byte."""
+    case = MlaCase("work", lengths=(1000, 2, 0), seqlen_q=3, heads=16, causal=True)
+    arguments = case.make(torch.bfloat16)
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    problem = problems.MlaProblem.from_tensors(problems.MlaOperands(**tensors), causal=True)
+    pairs = sum(max(0, n - 2) + max(0, n - 1) + n for n in case.lengths)
+    assert problem.flops(case.lengths) == 2 * (576 + 512) * 16 * pairs
+    assert problem.bytes_moved(case.lengths) == 1002 * 576 * 2 + 3 * 3 * 16 * ((576 + 512) * 2 + 4)
+    long = (100000, 0, 0)
+    assert problem.flops(long) / problem.bytes_moved(long) == pytest.approx(2 * 16 * 3, rel=0.1)
+
+
+def test_opcheck(monkeypatch):
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    for name in ("one_key", "sparse_few"):
+        x = BY_NAME[name].make(torch.float16)
+        tensors = [x.get(field) for field in problems.MlaOperands._fields]
+        torch.library.opcheck(torch.ops.flashtile.mla_decode.default, (*tensors, 512, None, x["causal"], True))
+    lengths = torch.tensor([5, 600], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.flashtile.mla_schedule.default, (lengths, lengths, 1000, 2, 1, 16, 1))
+
+
+def test_flash_mla_names():
+    """FlashMLA's conventions: lse +inf for an empty row and without the sink, metadata for one set of shapes."""
+    x = BY_NAME["sinks"].make(torch.bfloat16)
+    meta, num_splits = flash_mla.get_mla_metadata(x["cache_seqlens"], 8, 1)
+    assert num_splits is None
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        x["q"], x["kv_cache"], x["block_table"], x["cache_seqlens"], 512, meta, num_splits, attn_sink=x["sinks"]
+    )
+    expected, expected_lse = mla.decode(**x, lse_with_sinks=False, dtype=torch.float32)
+    torch.testing.assert_close(out, expected.to(torch.bfloat16))
+    torch.testing.assert_close(lse[0], expected_lse[0])
+    assert (lse[1] == float("inf")).all() and (out[1] == 0).all()
+    arguments = (x["q"][:1], x["kv_cache"], x["block_table"][:1], x["cache_seqlens"][:1], 512, meta)
+    with pytest.raises(flashtile.ShapeError, match="tile_scheduler_metadata"):
+        flash_mla.flash_mla_with_kvcache(*arguments)
+    with pytest.raises(flashtile.UnsupportedError, match="extra_k_cache"):
+        flash_mla.flash_mla_with_kvcache(*arguments, extra_k_cache=x["kv_cache"])
+    with pytest.raises(flashtile.ShapeError, match="num_splits"):
+        flash_mla.flash_mla_with_kvcache(*arguments, num_splits=meta)
+    with pytest.raises(flashtile.ShapeError, match="is_fp8_kvcache"):
+        flash_mla.flash_mla_with_kvcache(*arguments, is_fp8_kvcache=True)
+    with pytest.raises(flashtile.ShapeError, match="get_mla_metadata"):
+        flash_mla.flash_mla_with_kvcache(*arguments[:-1], None)
+
+
+def test_flash_mla_sparse_fp8():
+    x = BY_NAME["sparse_fp8"].make(torch.bfloat16)
+    meta, _ = flash_mla.get_mla_metadata()
+    out, lse = flash_mla.flash_mla_with_kvcache(x["q"], x["kv_cache"].view(torch.float8_e4m3fn), None, None, 512, meta,
+                                                is_fp8_kvcache=True, indices=x["indices"],
+                                                topk_length=x["topk_length"])  # fmt: skip
+    expected, expected_lse = mla.decode(**x, dtype=torch.float32)
+    torch.testing.assert_close(out, expected.to(torch.bfloat16))
+    torch.testing.assert_close(lse, expected_lse.contiguous())
+
+
+def test_no_tier_lists_every_refusal(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(flashtile.UnsupportedError, match="portable: needs a GPU"):
+        mla_decode(**plain())
+
+
+def test_cpu_call_leaves_triton_alone():
+    """On a machine without Triton the API works; schedule and FlashMLA's names included."""
+    code = """if True:
+        import sys, torch
+        from flashtile.compat import flash_mla
+        from flashtile.mla import make_schedule, mla_decode
+        lengths, table = torch.tensor([5], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        q, cache = torch.randn(1, 1, 2, 576), torch.randn(1, 64, 1, 576)
+        schedule = make_schedule(lengths, num_heads=2)
+        mla_decode(q, cache, block_table=table, cache_seqlens=lengths, schedule=schedule)
+        assert "triton" not in sys.modules
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "FLASHTILE_TIER")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
+def test_names():
+    import flashtile.mla
+
+    assert all(getattr(flashtile.mla, name) for name in flashtile.mla.__all__)
+    with pytest.raises(AttributeError, match="mla_decod'"):
+        _ = flashtile.mla.mla_decod
+    assert flashtile.mla.__all__ == list(flashtile.mla._PUBLIC)
+
+
+def test_cache_descriptor_ends_where_a_sequence_ends():
+    """Coordinates of a tile's tokens: their addresses, modulo 2**64, and which of them TMA takes to be outside."""
+    pytest.importorskip("triton")
+    from flashtile.mla.hopper import cache_descriptor
+
+    layers = torch.empty(5, 128, 3, 1, 576, dtype=torch.bfloat16)
+    kv_cache = layers[:, :, 1]
+    shape, strides = (getattr(cache_descriptor(kv_cache, 256), name) for name in ("shape", "strides"))
+    assert all(stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in strides[:-1])
+    for page, row, valid in ((0, 0, 64), (4, 64, 17), (2, 0, 1), (3, 64, 0)):
+        for token in (0, 1, valid - 1, valid, 63):
+            coordinates = (2**30, row + valid, page, 2**30 - valid + token, 256)
+            inside = all(0 <= place < size for place, size in zip(coordinates, shape, strict=True))
+            assert inside == (token < valid) or token < 0
+            offset = 2 * sum(place * stride for place, stride in zip(coordinates, strides, strict=True)) % 2**64
+            assert token < 0 or offset == 2 * (page * kv_cache.stride(0) + (row + token) * kv_cache.stride(1) + 256)
