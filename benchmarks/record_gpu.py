@@ -1,10 +1,11 @@
 """Everything that CI can't see, on this GPU, in one command; writes the records that go to benchmarks/results/<gpu>/.
 
-    python benchmarks/record_gpu.py OUT [--commit HASH] [--tier portable,hopper] [--only tests,sanitizer,paper,run,train]
+    python benchmarks/record_gpu.py OUT [--commit HASH] [--tier portable,hopper,ladder] [--only tests,run,...]
 
 Steps, each a subprocess with a time limit whose end is kept in OUT/gpu-suite.json: the GPU tests (pytest, as many processes as
 fit), compute-sanitizer on one small case a feature, `flashtile compare` on the paper's grid against SDPA's flash and cuDNN
 backends, `flashtile run` with its defaults, and a short training run. About four minutes a tier on an H200, compiling included.
+The ladder has steps of its own: its tests, the checkers, `flashtile ladder run`, and hardware counters; some two minutes.
 """
 
 import argparse
@@ -38,12 +39,28 @@ def steps(tier, out, commit):
     }
 
 
+def ladder_steps(out, commit):
+    """The same for the ladder."""
+    python = [sys.executable]
+    run = [*python, "-m", "flashtile", "ladder", "run", *commit, "--no-progress", "--nheads", "8"]
+    lengths = ["--rung", "5,6,7,8,10,11", "--total-tokens", "16k", "-s", "1k..8k", "--causal", "both", "--mode", "fwd"]
+    checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
+    rungs = [*python, "tests/gpu/sanitize.py", "ladder"]
+    return {
+        "tests": [(120, [*python, "-m", "pytest", "tests/gpu/test_ladder.py", "-q", "-n", str(min(14, os.cpu_count() or 1))])],
+        "run": [(120, [*run, "-b", "4", "-s", "4k", "--json", str(out / "ladder.json")]),
+                (120, [*run, *lengths, "--json", str(out / "ladder-lengths.json")])],
+        "sanitizer": [(90, [*checker, "memcheck", *rungs]), (90, [*checker, "racecheck", *rungs])],
+        "counters": [(120, [*python, "benchmarks/profile_ladder.py", str(out / "ladder-counters.json"), *commit])],
+    }  # fmt: skip
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", help="commit to record where there is no .git")
     parser.add_argument("--tier", default="portable")
-    parser.add_argument("--only", default="tests,sanitizer,paper,run,train")
+    parser.add_argument("--only", default="tests,sanitizer,paper,run,train,counters")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     commit = ["--commit", arguments.commit] if arguments.commit else []
@@ -51,7 +68,10 @@ def main():
     for tier in arguments.tier.split(","):
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         environment = os.environ | {"FLASHTILE_TIER": f"{tier},portable", "PYTHONPATH": paths}
-        for name, commands in steps(tier, arguments.out, commit).items():
+        if tier == "ladder":
+            del environment["FLASHTILE_TIER"]
+        steps_of_tier = ladder_steps(arguments.out, commit) if tier == "ladder" else steps(tier, arguments.out, commit)
+        for name, commands in steps_of_tier.items():
             if name not in arguments.only.split(","):
                 continue
             for limit, command in commands:

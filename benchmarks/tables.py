@@ -1,10 +1,11 @@
-"""Write the tables of README.md from the recorded runs; nobody types them.
+"""Write the tables of README.md and docs/measured.md from the recorded runs; nobody types them.
 
     python benchmarks/tables.py          rewrite what stands between the markers <!-- results:NAME:begin --> and :end
     python benchmarks/tables.py --check  exit 1 if that would change anything
 
-A record is what `flashtile compare --json` wrote, under benchmarks/results/<gpu>/. Its table has TFLOP/s at some sequence
-lengths, and how much faster flashtile is than each backend over all of them.
+A record is what a command of flashtile wrote with --json, under benchmarks/results/<gpu>/. README's table of one has TFLOP/s
+at some sequence lengths, and how much faster flashtile is than each backend over all of them; docs/measured.md has the tables
+of `flashtile report`, between <!-- records:NAME:begin --> and :end, NAME.json being the record.
 """
 
 import json
@@ -13,6 +14,7 @@ from math import exp, log
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "benchmarks" / "results"
 # marker in README.md: the records whose tables stand there, each with its heading
 RECORDS = {
@@ -22,6 +24,18 @@ RECORDS = {
     },
 }
 SEQLENS = (512, 2048, 16384)
+MEASURED = ROOT / "docs" / "measured.md"
+GPU = "nvidia-h200"
+# record of docs/measured.md: names of its tables in flashtile.bench.tables
+DOCS = {
+    "guide": ("forward", "backward", "bandwidth"),
+    "leetcuda": ("backends-fwd",),
+    "memory": ("memory",),
+    "memory-train": ("memory",),
+    "scale-batch": ("scaling-batch",),
+    "regress-same": ("regress",),
+    "regress-slowed": ("regress",),
+}
 
 
 def table(record) -> list[str]:
@@ -91,16 +105,35 @@ def updated(text: str) -> str:
     return text
 
 
+def measured(text: str) -> str:
+    """docs/measured.md with the text between its markers made anew."""
+    from flashtile.bench import record, tables
+
+    for name, wanted in DOCS.items():
+        path = RESULTS / GPU / f"{name}.json"
+        parts = ["Not recorded yet."]
+        if path.exists():
+            document = record.load(path)
+            by_name = {table.name: table for table in tables.all_tables([document])}
+            source = f"{record.describe(document['env'])}; record: `benchmarks/results/{GPU}/{name}.json`."
+            parts = [part for key in wanted for part in (by_name[key].caption, by_name[key].markdown())] + [source]
+        begin, end = f"<!-- records:{name}:begin -->", f"<!-- records:{name}:end -->"
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n" + "\n\n".join(parts) + f"\n{end}{rest.split(end)[1]}"
+    return text
+
+
 def main() -> int:
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = updated(before)
-    if "--check" in sys.argv:
-        if before != after:
-            print("README.md is not what the records say; run python benchmarks/tables.py")
-        return int(before != after)
-    readme.write_text(after)
-    return 0
+    stale = 0
+    for path, update in ((ROOT / "README.md", updated), (MEASURED, measured)):
+        before = path.read_text()
+        after = update(before)
+        if "--check" not in sys.argv:
+            path.write_text(after)
+        elif before != after:
+            print(f"{path.relative_to(ROOT)} is not what the records say; run python benchmarks/tables.py")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

@@ -420,6 +420,52 @@ def test_sampling_stops_by_the_rules():
     assert 1 <= len(samples) < measure.MIN_SAMPLES and not met
 
 
+class _Device(measure.Stopwatch):
+    """A GPU in thought: queueing a call takes the host host_ms, running it takes the device device_ms."""
+
+    def __init__(self, host_ms, device_ms):
+        self.device, self.timer, self.cost = torch.device("cuda"), "event", (host_ms, device_ms)
+
+    def wait(self):
+        pass
+
+    def once(self, fn):
+        return sum(self.cost)
+
+    def host_ms(self, fn, calls=8):
+        return self.cost[0]
+
+    def block(self, fn, calls, head_start_ms=0.0):
+        host, device = self.cost
+        samples, free = [], head_start_ms
+        for i in range(calls):
+            # The start event runs when the device is free and the host has queued it; the kernel when fn has.
+            begin = max(free, i * host)
+            free = max(begin, (i + 1) * host) + device
+            samples.append(free - begin)
+        return samples
+
+
+@pytest.mark.parametrize("host, device", [(0.25, 0.014), (0.3, 0.3), (0.02, 0.005), (0.02, 5.0), (2.0, 0.01)])
+def test_launch_gaps_are_not_measured(host, device):
+    """A call that the device does faster than the host can queue it: the head start must hide that from the first block on."""
+    watch = _Device(host, device)
+    warm = measure.warm_up(watch, None, warmup_ms=6.0)
+    assert warm.device_ms == pytest.approx(device)
+    calls = warm.calls_in(20.0)
+    assert sum(watch.block(None, calls, warm.head_start_ms(calls))) == pytest.approx(calls * device)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_kernel_times_are_shared_out_among_calls(flushed):
+    each = [(0, 100)] * flushed + [(200, 207), (210, 213)]
+    spans = [(start + 1000 * call, end + 1000 * call) for call in range(3) for start, end in each]
+    times = measure.kernel_times(reversed(spans), 3, flushed)
+    assert times == pytest.approx([0.010] * 3)
+    with pytest.raises(RuntimeError, match="kernels in 3 calls"):
+        measure.kernel_times(spans[1:], 3, flushed)
+
+
 # --- records and telemetry -----------------------------------------------------------------------------------------------
 
 

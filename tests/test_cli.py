@@ -43,6 +43,19 @@ def test_help_is_immediate_and_imports_no_torch():
     assert _python("-c", heavy).stdout.strip() == "[]"
 
 
+def test_the_short_list_of_commands_is_that_of_the_whole_app():
+    """`flashtile --help` builds no command; what it prints must be what the whole app would."""
+    import typer
+
+    whole = typer.main.get_command(cli.app)
+    quick = typer.main.get_command(cli._needed(["--help"]))
+    assert list(whole.commands) == list(quick.commands) and set(whole.commands) == set(cli.COMMANDS)
+    for name, command in whole.commands.items():
+        assert command.get_short_help_str() == quick.commands[name].get_short_help_str(), name
+    assert list(typer.main.get_command(cli._needed(["ladder", "list"])).commands) == ["ladder"]
+    assert cli._needed(["rnu"]) is cli.app
+
+
 @pytest.mark.parametrize("command", [[], ["run"], ["compare"], ["doctor"], ["presets"]])
 def test_every_command_has_help(command, capsys):
     assert cli.main([*command, "--help"]) == 0
@@ -217,6 +230,7 @@ def test_doctor_on_a_machine_without_a_gpu(capsys):
     document = json.loads(capsys.readouterr().out)
     checks = " ".join(check["check"] for check in document["checks"])
     assert document["ok"] and "torch" in checks and "correct" in checks and "sdpa-cudnn" in checks
+    assert "`flashtile report`" in checks
 
 
 def test_presets_lists_all(capsys):

@@ -34,6 +34,24 @@ def test_tiles_of_a_target(capsys, target, plan):
     assert ("not hopper: " in text) == (target == "A100")
 
 
+def test_latent_decode(capsys):
+    """Work per byte decides: 128 heads are limited by products, 16 by memory."""
+    shape = ("-b", "128", "--seqlen-q", "1", "-s", "8k", "--nheads-kv", "1", "-d", "576-512", "--target", "H200")
+    code, text = explain(capsys, *shape, "--nheads", "128")
+    assert code == 0
+    # 2 * (576 + 512) * batch * heads * keys
+    assert "292.1 GFLOP" in text and "compute-bound" in text and "2 * heads * query tokens = 256 FLOP/B" in text
+    assert "decode portable" in text and "not hopper: runs on request" in text
+    code, text = explain(capsys, *shape, "--nheads", "16")
+    assert code == 0 and "memory-bound" in text
+
+
+def test_several_targets_stand_under_each_other(capsys):
+    code, text = explain(capsys, "-s", "4096", "-d", "128", "--target", "A100,B200")
+    assert code == 0 and "(ridge 153)" in text and "(ridge 281)" in text
+    assert text.index("A100 (sm_80)") < text.index("B200 (sm_100)")
+
+
 def test_unknown_target(capsys):
     assert main(["explain", "--target", "V9000"]) == 2
     assert "known: A100" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""The measuring instrument: `run(case)` one backend, `compare(cases, backends)` several. Imports torch on first use.
+"""The measuring instrument: `run(case)` one backend, `compare(cases, backends)` several, `measure_memory(cases)`,
+`compare_versions(a, b)` of flashtile. Each gives what its command writes with --json. Imports torch on first use.
 
 from flashtile import bench
 report = bench.compare(bench.build_cases("gpt2-small"), ["flashtile", "sdpa-cudnn"])
@@ -17,6 +18,8 @@ _PUBLIC = {
     "Report": "flashtile.bench.engine",
     "run": "flashtile.bench.engine",
     "compare": "flashtile.bench.engine",
+    "measure_memory": "flashtile.bench.memory",
+    "compare_versions": "flashtile.bench.regress",
 }
 
 __all__ = list(_PUBLIC)

@@ -5,14 +5,20 @@ Grammar, everywhere: `512,1k,2k` a list; `1k..16k` powers of two (each twice the
 """
 
 import itertools
+import tomllib
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from flashtile.errors import FlashtileError
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 MODES = ("fwd", "bwd", "fwd_bwd")
+# One more of run and compare: seqlen_q new tokens over a key-value cache of seqlen_k, with flashtile.attention_with_kvcache
+DECODE = "decode"
+FORWARD_MODES = ("fwd", DECODE)
 _DTYPE_ALIASES = {**{name: name for name in DTYPES}, **{full: name for name, full in DTYPES.items()}}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
+USER_PRESETS = Path("flashtile.toml")
 
 
 class UsageError(FlashtileError, ValueError):
@@ -68,6 +74,16 @@ class BenchCase:
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
             window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+        )  # fmt: skip
+
+    def cache_problem(self):
+        """The CacheProblem of this case in the mode decode: a cache of seqlen_k slots a sequence, all in use."""
+        from flashtile.kvcache_problem import CacheProblem
+
+        return CacheProblem(
+            batch=self.batch, seqlen_q=self.seqlen_q, capacity=self.seqlen_k, num_heads=self.num_heads,
+            num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
+            cache_dtype=self.torch_dtype, window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
         )  # fmt: skip
 
     def label(self) -> str:
@@ -275,9 +291,17 @@ PRESETS = {
     "long": _one("a long sequence", 1, 8192, 8, 64),
     "very-long": _one("a very long sequence", 1, 16384, 8, 64),
     "llama3-8b-prefill": _one("Llama 3 8B, prompt of 8k tokens", 1, 8192, 32, 128, "yes", nheads_kv="8"),
+    "llama3-70b-prefill": _one("Llama 3 70B, prompt of 8k tokens", 1, 8192, 64, 128, "yes", nheads_kv="8"),
+    "gemma2-9b-prefill": _one("Gemma 2 9B, a layer with a window", 1, 8192, 16, 256, "yes", nheads_kv="8", window="4095,0",
+                              softcap=50.0),
+    "deepseek-v3-prefill": _one("DeepSeek V3, uncompressed heads", 1, 4096, 128, "192-128", "yes"),
+    "llama3-8b-decode": _one("Llama 3 8B, a new token after 8k", 16, 8192, 32, 128, "yes", nheads_kv="8", seqlen_q="1"),
     "guide-small": _listed("small forward cases", (1, 32, 4, 16), (1, 64, 8, 32), (2, 128, 8, 32)),
     "guide-medium": _listed("medium forward cases", (4, 256, 16, 64), (8, 512, 16, 64), (16, 512, 32, 64)),
     "guide-large": _listed("large forward cases", (32, 1024, 32, 128), (64, 1024, 64, 128)),
+    "guide-backward": _listed("forward and backward cases", (1, 32, 4, 16), (1, 64, 8, 32), (2, 128, 8, 32), (4, 256, 16, 64),
+                              (8, 512, 16, 64)),
+    "guide-memory": _one("for `flashtile memory`", 2, "64..2k", 16, 128),
     "leetcuda": Preset("sweep of small cases", (Shape("8,16", "256,512,1024", nheads="8,16", headdim="64,128"),)),
     "learn": _listed("the guide's comparison", (1, 1024, 8, 64), (1, 2048, 12, 128), (1, 4096, 16, 128)),
     "paper": Preset(
@@ -285,6 +309,29 @@ PRESETS = {
         (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),
     ),
 }
+
+
+def presets() -> dict[str, Preset]:
+    """PRESETS and those of the file flashtile.toml in the current folder, whose tables [presets.NAME] have the fields of Shape
+    and `about`.
+
+    Raises:
+        UsageError: the file can't be read so.
+    """
+    if not USER_PRESETS.is_file():
+        return PRESETS
+    try:
+        tables = tomllib.loads(USER_PRESETS.read_text()).get("presets", {})
+        own = {}
+        for name, table in tables.items():
+            about = table.pop("about", "of flashtile.toml")
+            values = {key: value if isinstance(value, float) else str(value) for key, value in table.items()}
+            own[name] = Preset(about, (Shape(**values),))
+            own[name].cases()
+    except (tomllib.TOMLDecodeError, TypeError, AttributeError, KeyError, UsageError) as error:
+        raise UsageError(f"{USER_PRESETS}: expected tables such as [presets.mine] with batch, seqlen, nheads, headdim, ... "
+                         f"in the grammar of the flags: {error}") from None  # fmt: skip
+    return PRESETS | own
 
 
 def build_cases(preset: str | None = None, shape: Shape | None = None) -> list[BenchCase]:
@@ -296,11 +343,11 @@ def build_cases(preset: str | None = None, shape: Shape | None = None) -> list[B
     shape = shape or Shape()
     if not preset:
         return list(dict.fromkeys(shape.cases()))
-    chosen = []
+    chosen, known = [], presets()
     for name in preset.split(","):
-        if name.strip() not in PRESETS:
-            raise UsageError(f"preset: expected one of {', '.join(PRESETS)}, got {name.strip()!r}.")
-        chosen += [part.overridden_by(shape) for part in PRESETS[name.strip()].shapes]
+        if name.strip() not in known:
+            raise UsageError(f"preset: expected one of {', '.join(known)}, got {name.strip()!r}.")
+        chosen += [part.overridden_by(shape) for part in known[name.strip()].shapes]
     return list(dict.fromkeys(case for part in chosen for case in part.cases()))
 
 

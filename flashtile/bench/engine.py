@@ -9,12 +9,13 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from flashtile.bench import gate, measure, peers, record, roofline, stats
-from flashtile.bench.cases import DTYPES, MODES, BenchCase, UsageError, make_inputs
+from flashtile.bench.cases import DECODE, DTYPES, FORWARD_MODES, MODES, BenchCase, UsageError, make_inputs
 from flashtile.bench.stats import Speedup, Summary
 from flashtile.bench.telemetry import Telemetry
 from flashtile.errors import FlashtileError
@@ -28,7 +29,7 @@ class Settings:
     """How to measure. rep_ms is the sampling time of one mode of one backend; None picks 300 for run and 90 for compare.
 
     repeats: exactly so many samples instead (run), or so many rounds (compare). threshold: ratios within 1 + threshold are
-    the same. check: gate on correctness. roof: measure the roof.
+    the same. check: gate on correctness. roof: measure the roof. show_values: keep so many first elements of the output.
     """
 
     timer: str = "auto"
@@ -42,6 +43,7 @@ class Settings:
     check: bool = True
     roof: bool = True
     commit: str | None = None
+    show_values: int = 0
 
     def __post_init__(self):
         for name, value, choices in (("timer", self.timer, measure.TIMERS), ("l2", self.l2, ("cold", "warm"))):
@@ -73,9 +75,14 @@ class Result:
     timer: str = ""
     inputs_bytes: int = 0
     extra_mem_bytes: int | None = None
+    predicted_mem_bytes: int | None = None
     accuracy: gate.Accuracy | None = None
+    # first elements of the output, where they were asked for
+    values: list[float] = field(default_factory=list)
     telemetry: dict | None = None
     compile_ms: float | None = None
+    # median ms of a few calls by each timer: kernel, event, wall
+    times_ms: dict[str, float] = field(default_factory=dict)
     host_overhead_us: float | None = None
     kernel: str = ""
     target_met: bool = True
@@ -107,12 +114,29 @@ class Result:
             "bytes": self.bytes, "tflops": self.tflops(), "roof_fraction": self.roof_fraction,
             "roof_bound": self.roof_bound, "timer": self.timer, "extra_mem_bytes": extra,
             "peak_mem_bytes": None if extra is None else extra + self.inputs_bytes,
+            "predicted_mem_bytes": self.predicted_mem_bytes,
             "accuracy": self.accuracy.to_json() if self.accuracy else None, "telemetry": self.telemetry,
-            "compile_ms": self.compile_ms, "host_overhead_us": self.host_overhead_us, "kernel": self.kernel,
-            "target_met": self.target_met, "repro": self.repro,
+            **({"values": self.values} if self.values else {}),
+            "compile_ms": self.compile_ms, "times_ms": self.times_ms, "host_overhead_us": self.host_overhead_us,
+            "kernel": self.kernel, "target_met": self.target_met, "repro": self.repro,
             "rounds_ms": [round(ms, 7) for ms in self.rounds_ms],
             "samples_ms": [round(ms, 7) for ms in self.samples_ms],
         }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, row: dict) -> "Result":
+        """The result of a row of a record."""
+        peak, extra = row["peak_mem_bytes"], row["extra_mem_bytes"]
+        same = ("backend", "mode", "status", "reason", "flops", "bytes", "roof_fraction", "roof_bound", "timer",
+                "extra_mem_bytes", "telemetry", "compile_ms", "host_overhead_us", "kernel", "target_met", "repro", "rounds_ms",
+                "samples_ms")  # fmt: skip
+        return cls(
+            case=BenchCase.from_config(row["config"]), **{key: row[key] for key in same}, times_ms=row.get("times_ms", {}),
+            predicted_mem_bytes=row.get("predicted_mem_bytes"), values=row.get("values", []),
+            stats=Summary.from_json(row["stats"]) if row["stats"] else None,
+            accuracy=gate.Accuracy.from_json(row["accuracy"]) if row["accuracy"] else None,
+            inputs_bytes=0 if extra is None else peak - extra,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -129,6 +153,11 @@ class Comparison:
         return {"config": self.case.config(), "mode": self.mode, "candidate": self.candidate, "baseline": self.baseline,
                 **self.speedup.to_json()}  # fmt: skip
 
+    @classmethod
+    def from_json(cls, row: dict) -> "Comparison":
+        speedup = Speedup(row["ratio"], tuple(row["ci95"]), row["verdict"], row["rounds"])
+        return cls(BenchCase.from_config(row["config"]), row["mode"], row["candidate"], row["baseline"], speedup)
+
 
 @dataclass
 class Report:
@@ -142,6 +171,8 @@ class Report:
     comparisons: list[Comparison] = field(default_factory=list)
     roofs: dict[str, roofline.Roof] = field(default_factory=dict)
     interrupted: bool = False
+    # further parts of the document, by name
+    parts: dict = field(default_factory=dict)
 
     def one(self, case=None, backend=SUBJECT, mode="fwd") -> Result:
         """The result of a case (default the first), backend and mode."""
@@ -173,6 +204,7 @@ class Report:
             "schema": record.SCHEMA, "env": self.env, "settings": self.resolved, "interrupted": self.interrupted,
             "roofs": {name: roof.to_json() for name, roof in self.roofs.items()}, "geomeans": self.geomeans(),
             "results": [r.to_json() for r in self.results], "comparisons": [c.to_json() for c in self.comparisons],
+            **self.parts,
         }  # fmt: skip
 
     def to_frame(self):
@@ -244,18 +276,18 @@ def run(case, backend=SUBJECT, modes=DEFAULT_MODES, *, device=None, settings=Non
 
 
 def compare(cases, backends=(SUBJECT, "sdpa", "naive"), modes=DEFAULT_MODES, *, baseline=None, device=None, settings=None,
-            listener=None) -> Report:  # fmt: skip
+            listener=None, resume=None) -> Report:  # fmt: skip
     """Time several backends on cases, interleaved, and compare them.
 
     Args as in `run`; baseline: the backend that all are compared with, default `default_baseline(backends)`. flashtile is
-    also compared with each.
+    also compared with each. resume: a document of an earlier run of the same, whose rows are kept and not measured again.
     Returns:
         Report; comparisons has the speedups with their intervals and verdicts.
     """
     baseline = baseline or default_baseline(backends)
     if baseline not in backends:
         raise UsageError(f"baseline: expected one of the backends {', '.join(backends)}, got {baseline!r}.")
-    return _Measurement(cases, list(backends), modes, device, settings, listener, baseline).go()
+    return _Measurement(cases, list(backends), modes, device, settings, listener, baseline, resume).go()
 
 
 def default_baseline(backends) -> str:
@@ -280,16 +312,16 @@ class _Fatal(Exception):
 class _Measurement:
     """One run or comparison: what its steps share."""
 
-    def __init__(self, cases, backends, modes, device, settings, listener, baseline):
+    def __init__(self, cases, backends, modes, device, settings, listener, baseline, resume=None):
         self.cases = [cases] if isinstance(cases, BenchCase) else list(cases)
         self.backends, self.modes, self.baseline = backends, list(modes), baseline
         for mode in self.modes:
-            if mode not in MODES:
-                raise UsageError(f"mode: expected some of {', '.join(MODES)}, got {mode!r}.")
+            if mode not in MODES and self.modes != [DECODE]:
+                raise UsageError(f"mode: expected some of {', '.join(MODES)}, or {DECODE} alone, got {','.join(self.modes)!r}.")
         for name in backends:
             if name not in peers.BACKENDS:
                 raise UsageError(f"backend: expected some of {', '.join(peers.BACKENDS)}, got {name!r}.")
-        self.with_grad = any(mode != "fwd" for mode in self.modes)
+        self.with_grad = any(mode not in FORWARD_MODES for mode in self.modes)
         self.settings = settings or Settings()
         self.listener = listener or Listener()
         self.device = resolve_device(str(device) if device is not None else None)
@@ -307,6 +339,32 @@ class _Measurement:
             "backends": self.backends, "baseline": baseline, "device": self.device.type,
             "flops": record.FLOPS_CONVENTION,
         })  # fmt: skip
+        # (case, mode) -> backends whose rows an earlier run has
+        self.had = {}
+        if resume is not None:
+            self._take_over(resume)
+
+    def _take_over(self, document):
+        """Keep the rows of an earlier run of the same cases, under the same circumstances."""
+        circumstances = [("settings", self.report.resolved, document["settings"])]
+        circumstances += [(key, self.report.env[key], document["env"][key]) for key in ("gpu", "torch", "triton", "git")]
+        for name, now, then in circumstances:
+            if now != then:
+                differing = sorted(k for k in now if now[k] != then.get(k)) if isinstance(now, dict) and then else []
+                what = ", ".join(differing) or f"{then}, now {now}"
+                raise UsageError(f"resume: the earlier run had another {name} ({what}). "
+                                 "Write to another file, or start anew without --resume.")  # fmt: skip
+        self.report.results = [Result.from_json(row) for row in document["results"]]
+        self.report.comparisons = [Comparison.from_json(row) for row in document["comparisons"]]
+        for result in self.report.results:
+            self.had.setdefault((result.case, result.mode), set()).add(result.backend)
+        strange = {case for case, _ in self.had} - set(self.cases)
+        if strange:
+            raise UsageError(f"resume: the earlier run had other cases, such as {next(iter(strange)).label()}.")
+
+    def _open_modes(self, case) -> list[str]:
+        """Modes of a case that an earlier run has no rows of."""
+        return [mode for mode in self.modes if self.had.get((case, mode), set()) != set(self.backends)]
 
     def go(self) -> Report:
         self.listener.start(self.report)
@@ -346,12 +404,15 @@ class _Measurement:
     # --- one case --------------------------------------------------------------------------------------------------------
 
     def _case(self, case):
+        open_modes = self._open_modes(case)
+        if not open_modes:
+            return
         roof = self._roof(case)
         self._step(case, "making inputs")
         state = None
         try:
             inputs = make_inputs(case, self.device, self.settings.seed, dout=self.with_grad)
-            state = _CaseState(case, inputs)
+            state = CaseTensors(case, inputs)
         except Exception as error:
             status, reason = self._describe_failure(error)
         if state is None:
@@ -360,10 +421,10 @@ class _Measurement:
             return
         attends = {}
         for name in self.backends:
-            attend = self._prepare(state, name)
+            attend = self._prepare(state, name, open_modes)
             if attend is not None:
                 attends[name] = attend
-        for mode in self.modes:
+        for mode in open_modes:
             self._mode(state, mode, attends, roof)
             self.listener.cell(self.report, case, mode)
         self.report.results.sort(key=self._position)
@@ -387,15 +448,16 @@ class _Measurement:
 
     def _add(self, case, name, mode, status="ok", reason="", **more) -> Result:
         problem = case.problem()
+        work = "fwd" if mode in FORWARD_MODES else mode
         repro = f"flashtile run {case.flags()} --mode {mode}"
         repro += f" --backend {name}" if name != SUBJECT else ""
         repro += f" --seed {self.settings.seed}" + (" --device cpu" if self.device.type == "cpu" else "")
-        result = Result(case, name, mode, status, reason, flops=problem.flops(mode), bytes=problem.bytes_moved(mode),
+        result = Result(case, name, mode, status, reason, flops=problem.flops(work), bytes=problem.bytes_moved(work),
                         repro=repro, **more)  # fmt: skip
         self.report.results.append(result)
         return result
 
-    def _prepare(self, state, name):
+    def _prepare(self, state, name, open_modes):
         """attend of a backend that may be timed, after its first calls and the gate; else None, with rows that say why.
 
         Modes that can't run have their rows after this; state.facts[name] has what the rows of the others need.
@@ -404,7 +466,9 @@ class _Measurement:
         modes = []
         try:
             attend = peers.load(name, str(self.device))
-            for mode in self.modes:
+            if name == SUBJECT and open_modes == [DECODE]:
+                attend = peers.attend_cache
+            for mode in open_modes:
                 blocked = self._blocked(case, name, mode)
                 if blocked is None:
                     modes.append(mode)
@@ -423,17 +487,18 @@ class _Measurement:
             if self.settings.check:
                 self._step(case, f"{name}: checking against float64")
                 accuracy = state.gate(self.with_grad).check(out, grads)
+            values = out.flatten()[: self.settings.show_values].tolist()
             del out, grads
         except Exception as error:
             failure = self._describe_failure(error)
         if failure is None and accuracy is not None and not accuracy.passed:
-            failure = "mismatch", _describe_mismatch(accuracy)
+            failure = "mismatch", gate.describe_mismatch(accuracy)
         if failure is not None:
             self._release()
             for mode in modes:
                 self._add(case, name, mode, *failure, accuracy=accuracy)
             return None
-        facts["accuracy"] = accuracy
+        facts |= {"accuracy": accuracy, "values": values}
         state.facts[name] = facts
         return attend
 
@@ -445,7 +510,7 @@ class _Measurement:
         watch = next(iter(self.stopwatches.values()))
         kept = {}
         ahead = {}
-        if name == SUBJECT and self.device.type == "cuda":
+        if name == SUBJECT and self.device.type == "cuda" and modes != [DECODE]:
             ahead = peers.compile_ahead(state.q, state.k, state.v, state.case, forward_only=modes == ["fwd"])
 
         def forward():
@@ -458,8 +523,8 @@ class _Measurement:
         def backward():
             kept["grads"] = torch.autograd.grad(kept.pop("graph"), state.leaves, state.dout)
 
-        first = {"fwd": watch.once(forward) + 1e3 * ahead.get("forward", 0.0)}
-        if any(mode != "fwd" for mode in modes):
+        first = dict.fromkeys(FORWARD_MODES, watch.once(forward) + 1e3 * ahead.get("forward", 0.0))
+        if any(mode not in FORWARD_MODES for mode in modes):
             again = watch.once(forward_with_grad)
             first["bwd"] = watch.once(backward) + 1e3 * ahead.get("backward", 0.0)
             first["fwd_bwd"] = again + first["bwd"]
@@ -470,7 +535,7 @@ class _Measurement:
         if name == SUBJECT:
             return peers.flashtile_kernels(state.case, mode, self.device)
         if name == "sdpa":
-            return peers.sdpa_choice(*((state.q, state.k, state.v) if mode == "fwd" else state.leaves), state.case)
+            return peers.sdpa_choice(*((state.q, state.k, state.v) if mode in FORWARD_MODES else state.leaves), state.case)
         return ""
 
     def _blocked(self, case, name, mode) -> tuple[str, str] | None:
@@ -484,15 +549,17 @@ class _Measurement:
 
     def _does_not_fit(self, case, mode) -> str | None:
         """Whether scores that must be stored would take more than half of the free memory."""
-        needed = peers.naive_bytes(case, mode)
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        else:
-            free = _free_host_memory()
+        needed, free = peers.naive_bytes(case, mode), self._free_bytes()
         if needed <= free // 2:
             return None
         return f"its scores need about {needed / (1 << 30):.0f} GiB, more than half of the {free / (1 << 30):.0f} GiB free"
+
+    def _free_bytes(self) -> int:
+        """Memory that this process could still allocate."""
+        if self.device.type != "cuda":
+            return _free_host_memory()
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused
 
     # --- one mode of a case ----------------------------------------------------------------------------------------------
 
@@ -507,7 +574,7 @@ class _Measurement:
             facts = state.facts[name]
             result = self._add(
                 state.case, name, mode, timer=timer, accuracy=facts["accuracy"], inputs_bytes=state.bytes(mode),
-                kernel=self._kernel(state, name, mode), compile_ms=facts["compile_ms"].get(mode),
+                kernel=self._kernel(state, name, mode), compile_ms=facts["compile_ms"].get(mode), values=facts["values"],
             )  # fmt: skip
             self._step(state.case, f"{name} {mode}: warm-up")
             failure = None
@@ -545,12 +612,21 @@ class _Measurement:
                 )  # fmt: skip
                 result.finish(samples, roof)
                 if self.device.type == "cuda":
-                    wall = measure.wall_ms(watch, runner.fn, runner.warm)
-                    result.host_overhead_us = max(0.0, wall - result.stats.median) * 1e3
+                    self._step(case, f"{result.backend} {result.mode}: kernel, event and wall time")
+                    self._times(runner)
             except Exception as error:
                 failure = self._describe_failure(error)
             if failure is not None:
                 result.status, result.reason = failure
+
+    def _times(self, runner):
+        """The call by each timer: the kernels alone, the device's time, and one isolated call and its wait."""
+        times = runner.result.times_ms
+        for timer in ("wall", "event", "kernel"):
+            # The tracer may be taken by a profiler around this process.
+            with suppress(RuntimeError):
+                times[timer] = measure.quick_ms(self._watch(timer), runner.fn, runner.warm)
+        runner.result.host_overhead_us = max(0.0, times["wall"] - times.get("kernel", times["event"])) * 1e3
 
     def _rounds(self, case, watch, runners, roof):
         mode = runners[0].result.mode
@@ -629,7 +705,7 @@ class _Measurement:
             torch.cuda.empty_cache()
 
 
-class _CaseState:
+class CaseTensors:
     """The tensors of one case, shared by all backends, and what was learnt of each backend."""
 
     def __init__(self, case, inputs):
@@ -645,12 +721,12 @@ class _CaseState:
         return self._gate
 
     def bytes(self, mode) -> int:
-        tensors = [self.q, self.k, self.v] + ([] if mode == "fwd" else [self.dout])
+        tensors = [self.q, self.k, self.v] + ([] if mode in FORWARD_MODES else [self.dout])
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def make_fn(self, attend, mode):
         """The function to time. bwd keeps the graph of one forward pass and runs its backward pass again and again."""
-        if mode == "fwd":
+        if mode in FORWARD_MODES:
             return self._forward(attend)
         if mode == "fwd_bwd":
             return self._forward_backward(attend)
@@ -659,7 +735,7 @@ class _CaseState:
 
     def make_step(self, attend, mode):
         """The function whose memory counts: a backward pass needs what its forward pass kept."""
-        return self._forward(attend) if mode == "fwd" else self._forward_backward(attend)
+        return self._forward(attend) if mode in FORWARD_MODES else self._forward_backward(attend)
 
     def _forward(self, attend):
         def forward():
@@ -670,15 +746,6 @@ class _CaseState:
 
     def _forward_backward(self, attend):
         return lambda: torch.autograd.grad(attend(*self.leaves, self.case), self.leaves, self.dout)
-
-
-def _describe_mismatch(accuracy) -> str:
-    wrong = [
-        f"{name} max error {e.max_abs:.2e}, at most {e.limit:.2e} (PyTorch {e.torch_same_dtype:.2e})"
-        for name, e in accuracy.errors.items()
-        if not e.passed
-    ]
-    return "wrong result: " + "; ".join(wrong)
 
 
 def _free_host_memory() -> int:

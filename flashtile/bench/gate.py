@@ -46,6 +46,23 @@ class Accuracy:
         return {"max_abs": worst.max_abs, "torch_same_dtype": worst.torch_same_dtype, "passed": self.passed,
                 "tensors": tensors, "checked_pairs": self.checked, "of_pairs": self.of}  # fmt: skip
 
+    @classmethod
+    def from_json(cls, found: dict) -> "Accuracy":
+        # Not finite numbers are strings in a record.
+        errors = {name: Error(**{key: float(x) if isinstance(x, str) else x for key, x in error.items()})
+                  for name, error in found["tensors"].items()}  # fmt: skip
+        return cls(errors, found["checked_pairs"], found["of_pairs"])
+
+
+def describe_mismatch(accuracy: Accuracy) -> str:
+    """Which tensors are wrong, and by how much."""
+    wrong = [
+        f"{name} max error {e.max_abs:.2e}, at most {e.limit:.2e} (PyTorch {e.torch_same_dtype:.2e})"
+        for name, e in accuracy.errors.items()
+        if not e.passed
+    ]
+    return "wrong result: " + "; ".join(wrong)
+
 
 class Gate:
     """The reference of one case, computed once, against which every backend is checked.

@@ -3,6 +3,7 @@
 | timer | times                                                                                             | L2 cache     |
 |-------|---------------------------------------------------------------------------------------------------|--------------|
 | event | the device, between CUDA events; a block's calls are queued before the first runs: no launch gaps | cold or warm |
+| kernel| the device's kernels alone, from the tracer of torch.profiler; the gaps between them are left out   | cold or warm |
 | graph | the device, replaying a CUDA graph of several calls; forward only, autograd can't be captured so  | warm         |
 | wall  | the host's clock around a call and the wait for the device: what one isolated call costs          | cold or warm |
 | cpu   | the host's clock around a call, on a CPU                                                          | warm         |
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.bench import stats
+from flashtile.bench.cases import FORWARD_MODES
 
-TIMERS = ("auto", "event", "graph", "wall", "cpu")
+TIMERS = ("auto", "kernel", "event", "graph", "wall", "cpu")
 MIN_SAMPLES = 30
 MAX_SAMPLES = 5000
 # Half-width of the median's interval, relative, at which sampling may stop.
@@ -26,6 +28,9 @@ WARMUP_MS = 25.0
 # A block queues at most this many calls before it waits: events and launches share a queue of about 1000 entries.
 MAX_BLOCK = 40
 GRAPH_CALLS = 10
+# Longest that the device idles while the host queues a block, and what the host spends on a call beside fn
+MAX_HEAD_START_MS = 20.0
+QUEUE_MS = 0.02
 # Clock that a spinning kernel counts in; only a head start depends on it.
 _SPIN_CYCLES_PER_MS = 2_000_000
 
@@ -34,7 +39,7 @@ def resolve_timer(timer: str, device: torch.device, mode: str = "fwd") -> str:
     """The timer that is used: `auto` and what a device or mode can't do are replaced."""
     if device.type != "cuda":
         return "cpu"
-    if timer in ("auto", "cpu") or (timer == "graph" and mode != "fwd"):
+    if timer in ("auto", "cpu") or (timer == "graph" and mode not in FORWARD_MODES):
         return "event"
     return timer
 
@@ -75,6 +80,8 @@ class Stopwatch:
             return self._event_block(fn, calls, head_start_ms)
         if self.timer == "graph":
             return self._graph_block(fn, calls)
+        if self.timer == "kernel":
+            return self._kernel_block(fn, calls)
         samples = []
         for _ in range(calls):
             if self.flush is not None:
@@ -83,6 +90,15 @@ class Stopwatch:
         return samples
 
     def _event_block(self, fn, calls, head_start_ms):
+        for _ in range(3):
+            samples, overtaken = self._queue(fn, calls, head_start_ms)
+            if not overtaken:
+                break
+            head_start_ms = min(MAX_HEAD_START_MS, 2 * max(head_start_ms, 1.0))
+        return samples
+
+    def _queue(self, fn, calls, head_start_ms):
+        """ms of each call, and whether the device had to wait for the host in between."""
         starts = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         stops = [torch.cuda.Event(enable_timing=True) for _ in range(calls)]
         self.wait()
@@ -95,8 +111,24 @@ class Stopwatch:
             start.record()
             fn()
             stop.record()
+        # The device is at the last call already: the host was not ahead of it.
+        overtaken = calls > 1 and starts[-1].query()
         self.wait()
-        return [start.elapsed_time(stop) for start, stop in zip(starts, stops, strict=True)]
+        return [start.elapsed_time(stop) for start, stop in zip(starts, stops, strict=True)], overtaken
+
+    def _kernel_block(self, fn, calls):
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        self.wait()
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as tracer:
+            for _ in range(calls):
+                if self.flush is not None:
+                    self.flush.zero_()
+                fn()
+            self.wait()
+        spans = [event.time_range for event in tracer.events() if event.device_type == DeviceType.CUDA]
+        return kernel_times([(span.start, span.end) for span in spans], calls, self.flush is not None)
 
     def _graph_block(self, fn, calls):
         if fn not in self._graphs:
@@ -133,11 +165,16 @@ class Warm:
     host_ms: float
 
     def calls_in(self, budget_ms: float) -> int:
-        return max(1, min(MAX_BLOCK, round(budget_ms / max(self.device_ms, 1e-4))))
+        """Calls in a block of this length, as far as the host can be so much ahead."""
+        affordable = int(MAX_HEAD_START_MS / 1.5 / max(self._lag_ms(), 1e-4)) - 2
+        return max(1, min(MAX_BLOCK, round(budget_ms / max(self.device_ms, 1e-4)), affordable))
 
     def head_start_ms(self, calls: int) -> float:
         """The device must stay behind the host: it waits for what the host is slower, and for the first two launches."""
-        return min(20.0, 1.3 * (2 * self.host_ms + calls * max(0.0, self.host_ms - self.device_ms)))
+        return min(MAX_HEAD_START_MS, 1.3 * (2 * self.host_ms + calls * self._lag_ms()))
+
+    def _lag_ms(self) -> float:
+        return max(0.0, self.host_ms + QUEUE_MS - self.device_ms)
 
 
 def warm_up(watch: Stopwatch, fn, warmup_ms: float = WARMUP_MS) -> Warm:
@@ -146,11 +183,14 @@ def warm_up(watch: Stopwatch, fn, warmup_ms: float = WARMUP_MS) -> Warm:
     if watch.device.type == "cuda":
         first = min(first, watch.once(fn))
     host = 0.0 if watch.device.type == "cpu" else watch.host_ms(fn, 4 if first < 5 else 1)
-    warm = Warm(first, host)
+    # What the host's clock says is no device time: a head start that trusts it would be too short, and its block so slow that
+    # the next one would be, too.
+    warm, unknown = Warm(first, host), Warm(0.0, host)
     start, previous = time.perf_counter(), None
     while True:
-        calls = warm.calls_in(min(warmup_ms / 3, 10.0))
-        warm.device_ms = stats.quantile(sorted(watch.block(fn, calls, warm.head_start_ms(calls))), 0.5)
+        calls = min(warm.calls_in(min(warmup_ms / 3, 10.0)), unknown.calls_in(10.0))
+        head_start = (unknown if previous is None else warm).head_start_ms(calls)
+        warm.device_ms = stats.quantile(sorted(watch.block(fn, calls, head_start)), 0.5)
         spent = (time.perf_counter() - start) * 1e3
         steady = previous is not None and abs(warm.device_ms - previous) <= 0.01 * previous
         if spent >= warmup_ms and (steady or spent >= 8 * warmup_ms or warm.device_ms > warmup_ms):
@@ -182,10 +222,26 @@ def sample(watch, fn, warm, *, rep_ms: float, repeats: int | None, timeout_s: fl
         samples += watch.block(fn, calls, warm.head_start_ms(calls))
 
 
-def wall_ms(watch, fn, warm) -> float:
-    """Median ms of isolated calls, each with its wait, host clock, warm cache."""
+def quick_ms(watch, fn, warm) -> float:
+    """Median ms of a few calls, by the watch's timer."""
     calls = max(3, min(20, round(50 / max(warm.device_ms, 1e-3))))
-    return stats.quantile(sorted(watch.once(fn) for _ in range(calls)), 0.5)
+    return stats.quantile(sorted(watch.block(fn, calls, warm.head_start_ms(calls))), 0.5)
+
+
+def kernel_times(spans, calls: int, flushed: bool) -> list[float]:
+    """ms of kernels in each of `calls` calls, from the (start, end) of every kernel on the device in us.
+
+    Every call launches equally many; where the cache was emptied before each, the first of them did that.
+
+    Raises:
+        RuntimeError: the kernels can't be shared out among the calls.
+    """
+    spans = sorted(spans)
+    if not spans or len(spans) % calls:
+        raise RuntimeError(f"the tracer saw {len(spans)} kernels in {calls} calls; use --timer event")
+    each = len(spans) // calls
+    return [sum(end - start for start, end in spans[first + flushed : first + each]) / 1e3
+            for first in range(0, len(spans), each)]  # fmt: skip
 
 
 def peak_memory(fn, device) -> int | None:

@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import UsageError
+from flashtile.bench.cases import DECODE, FORWARD_MODES, UsageError
 from flashtile.errors import FlashtileError, UnsupportedError
 
 
@@ -42,7 +42,7 @@ class Backend:
 
     def refusal(self, case, mode, device) -> str | None:
         """Why this backend can't run a case in a mode, or None."""
-        if mode != "fwd" and not self.backward:
+        if mode not in FORWARD_MODES and not self.backward:
             return "forward only: no backward"
         return self.refuses(case, mode, device)
 
@@ -65,9 +65,18 @@ def _load_flashtile(device):
     return attend
 
 
+def attend_cache(q, k, v, case):
+    """k and v as a cache whose slots are all in use; rows of q are its last tokens."""
+    from flashtile.api import attention_with_kvcache
+
+    return attention_with_kvcache(q, k, v, causal=case.causal, window=case.window, softcap=case.softcap)
+
+
 def _plans(case, mode, device):
     from flashtile import dispatch
 
+    if mode == DECODE:
+        return [dispatch.plan_for(case.cache_problem(), torch.device(device), "decode")]
     directions = {"fwd": ("forward",), "bwd": ("backward",), "fwd_bwd": ("forward", "backward")}[mode]
     return [dispatch.plan_for(case.problem(), torch.device(device), direction) for direction in directions]
 
@@ -151,7 +160,7 @@ def naive_attention(q, k, v, case, rows: range | None = None):
 def naive_bytes(case, mode: str) -> int:
     """Bytes that naive_attention needs beyond its inputs: the (seqlen_q, seqlen_k) tensors that live at the same time."""
     scores = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
-    return scores * (3 if mode == "fwd" else 5)
+    return scores * (3 if mode in FORWARD_MODES else 5)
 
 
 def _load_naive(device):
@@ -274,6 +283,101 @@ def _load_fa4(device):
     return attend
 
 
+def _load_flex(device):
+    if torch.device(device).type != "cuda":
+        raise Unavailable("needs a GPU")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Each shape compiles anew; past the limit torch would run it uncompiled, which stores the scores.
+    torch._dynamo.config.recompile_limit = max(1024, torch._dynamo.config.recompile_limit)
+    # Timing a backward pass keeps its graph, which donated buffers rule out.
+    torch._functorch.config.donated_buffer = False
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    @lru_cache(maxsize=2)
+    def masks(case):
+        """(block_mask, score_mod) of a case; made once, outside of what is timed after the first call."""
+        (left, right), shift = case.mask_window, case.seqlen_k - case.seqlen_q
+
+        def visible(b, h, row, key):
+            seen = key >= 0
+            seen = seen if right is None else seen & (key <= row + shift + right)
+            return seen if left is None else seen & (key >= row + shift - left)
+
+        block_mask = None
+        if (left, right) != (None, None):
+            block_mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_k, device=device)
+        cap = case.softcap
+        return block_mask, (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
+
+    def attend(q, k, v, case):
+        block_mask, score_mod = masks(case)
+        gqa = case.num_heads != case.num_heads_kv
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa).transpose(1, 2)
+
+    return attend
+
+
+def _load_xformers(device):
+    ops = _load_module("xformers.ops", "pip install xformers", device)
+
+    def attend(q, k, v, case):
+        bias = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if case.causal else None
+        if case.group_size > 1:
+            # Five dims are groups: (batch, seqlen, kv heads, heads of a group, head dim), keys and values as expanded views
+            q = q.unflatten(2, (case.num_heads_kv, case.group_size))
+            k, v = (x.unsqueeze(3).expand(-1, -1, -1, case.group_size, -1) for x in (k, v))
+        out = ops.memory_efficient_attention(q, k, v, attn_bias=bias)
+        return out.flatten(2, 3) if case.group_size > 1 else out
+
+    return attend
+
+
+def _xformers_refuses(case, mode, device):
+    if case.window != (None, None) or case.softcap:
+        return "measured here without windows and softcap, which xFormers has in some of its kernels only"
+    return None
+
+
+def _load_flashinfer(device):
+    module = _load_module("flashinfer", "pip install flashinfer-python", device)
+
+    @lru_cache(maxsize=2)
+    def planned(case):
+        """A wrapper with its plan; made once, outside of what is timed after the first call, as a model does for its layers."""
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
+        wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+        starts_q, starts_k = (torch.arange(case.batch + 1, dtype=torch.int32, device=device) * n
+                              for n in (case.seqlen_q, case.seqlen_k))  # fmt: skip
+        wrapper.plan(starts_q, starts_k, case.num_heads, case.num_heads_kv, case.head_dim, head_dim_vo=case.head_dim_v,
+                     causal=case.causal, window_left=-1 if case.window[0] is None else case.window[0],
+                     logits_soft_cap=case.softcap or None, q_data_type=case.torch_dtype)  # fmt: skip
+        return wrapper
+
+    def attend(q, k, v, case):
+        return planned(case).run(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (case.batch, case.seqlen_q))
+
+    return attend
+
+
+def _flashinfer_refuses(case, mode, device):
+    if case.mask_window[1] is not None and not case.causal:
+        return "FlashInfer's windows have a left side only"
+    return _half_only(case, mode, device)
+
+
+def _load_flash_mla(device):
+    module = _load_module("flash_mla", "build it from its source (DeepSeek's FlashMLA; Hopper and newer)", device)
+    if not hasattr(module, "flash_mla_with_kvcache"):
+        raise Unavailable("not installed: a package without flash_mla_with_kvcache is in its place")
+    return module.flash_mla_with_kvcache
+
+
+def _flash_mla_refuses(case, mode, device):
+    return "decodes with a latent cache (head dims 576 and 512) only; `run` and `compare` time attention on q, k and v"
+
+
 def _minus_one(case):
     return tuple(-1 if side is None else side for side in case.mask_window)
 
@@ -317,6 +421,11 @@ BACKENDS = {
         Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, package="flash-attn"),
         Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, package="fa3-fwd"),
         Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, package="flash-attn-4"),
+        Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never),
+        Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, package="xformers"),
+        Backend("flashinfer", "FlashInfer, ragged prefill", _load_flashinfer, _flashinfer_refuses, backward=False,
+                package="flashinfer-python"),
+        Backend("flash_mla", "FlashMLA, decode", _load_flash_mla, _flash_mla_refuses, backward=False, package="flash-mla"),
     )
 }
 # These store all scores: they are skipped where that would not fit.

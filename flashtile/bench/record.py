@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 
@@ -19,14 +20,14 @@ from flashtile import settings
 
 SCHEMA = "flashtile-bench/1"
 STATUSES = ("ok", "mismatch", "unavailable", "refused", "skipped", "oom", "error")
-RESULT_KEYS = ("config", "backend", "mode", "status", "reason", "samples_ms", "stats", "flops", "bytes", "tflops",
-               "peak_mem_bytes", "extra_mem_bytes", "accuracy", "telemetry", "compile_ms", "repro")  # fmt: skip
 CONFIG_KEYS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_kv", "headdim", "headdim_v", "causal", "dtype", "window",
                "softcap")  # fmt: skip
 CSV_COLUMNS = (*CONFIG_KEYS, "backend", "mode", "status", "median_ms", "ci95_low_ms", "ci95_high_ms", "min_ms", "avg_ms",
-               "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "host_overhead_us",
-               "compile_ms", "max_abs_error", "torch_same_dtype_error", "reason", "repro")  # fmt: skip
+               "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "kernel_ms", "event_ms",
+               "wall_ms", "host_overhead_us", "compile_ms", "max_abs_error", "torch_same_dtype_error", "reason",
+               "repro")  # fmt: skip
 FLOPS_CONVENTION = "TFLOP/s count matmul FLOPs of visible (query, key) pairs: 2 products forward, 5 backward"
+PEER_PACKAGES = ("flash-attn", "fa3-fwd", "flash-attn-4", "xformers", "flashinfer-python", "flash-mla")
 _RECORDED_VARIABLES = ("FLASHTILE_", "CUDA_", "TRITON_", "PYTORCH_", "TORCH_", "NVIDIA_TF32_OVERRIDE", "CUBLAS_",
                        "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # fmt: skip
 
@@ -43,7 +44,7 @@ def environment(device, commit: str | None = None) -> dict:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "flashtile": _flashtile_version(),
-        "peers": {name: v for name in ("flash-attn", "fa3-fwd", "flash-attn-4") if (v := _version(name))},
+        "peers": {name: v for name in PEER_PACKAGES if (v := _version(name))},
         "git": _git(commit),
         "cpu": {"name": _cpu_name(), "threads": torch.get_num_threads()},
         "os": f"{platform.system()} {platform.release()}",
@@ -140,17 +141,24 @@ def _variables() -> dict[str, str]:
 # --- documents -----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache
+def schema() -> dict:
+    """The JSON Schema (2020-12) of a document, as it lies in the package beside this file."""
+    return json.loads(Path(__file__).with_name("schema.json").read_text())
+
+
 def problems(document) -> list[str]:
-    """What is wrong with a document of this schema; empty if nothing is."""
+    """What is wrong with a document, as far as its readers here rely on it; empty if nothing is."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return [f"expected an object with schema {SCHEMA!r}"]
-    wrong = [f"{key}: missing" for key in ("env", "settings", "results", "comparisons", "interrupted") if key not in document]
+    needed = schema()["$defs"]["result"]["required"]
+    wrong = [f"{key}: missing" for key in schema()["required"] if key not in document]
     for i, row in enumerate(document.get("results", [])):
-        wrong += [f"results[{i}].{key}: missing" for key in RESULT_KEYS if key not in row]
+        wrong += [f"results[{i}].{key}: missing" for key in needed if key not in row]
         wrong += [f"results[{i}].config.{key}: missing" for key in CONFIG_KEYS if key not in row.get("config", {})]
         if row.get("status") not in STATUSES:
             wrong.append(f"results[{i}].status: expected one of {', '.join(STATUSES)}, got {row.get('status')!r}")
-        if row.get("status") == "ok" and not row.get("samples_ms"):
+        if row.get("status") == "ok" and row.get("timer") and not row.get("samples_ms"):
             wrong.append(f"results[{i}].samples_ms: empty")
     return wrong
 
@@ -164,7 +172,8 @@ def load(path) -> dict:
     from flashtile.bench.cases import UsageError
 
     try:
-        document = json.loads(Path(path).read_text())
+        text = Path(path).read_text()
+        document = from_lines(text) if str(path).endswith(".jsonl") else json.loads(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from None
     wrong = problems(document)
@@ -182,6 +191,33 @@ def to_text(document: dict) -> str:
         body = ",\n  ".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
         lines += f',\n "{key}": [\n  {body}\n ]' if rows else f',\n "{key}": []'
     return lines + "\n}\n"
+
+
+def head_line(document: dict) -> str:
+    """The first line of a .jsonl file: the document without rows."""
+    rows = ("results", "comparisons", "geomeans")
+    return json.dumps({key: value for key, value in document.items() if key not in rows}) + "\n"
+
+
+def cell_line(results, comparisons, roofs) -> str:
+    """A further line of a .jsonl file: the rows of one case and mode, and the roofs as known by then."""
+    return json.dumps(_finite({"results": results, "comparisons": comparisons, "roofs": roofs}), allow_nan=False) + "\n"
+
+
+def from_lines(text: str) -> dict:
+    """The document of a .jsonl file; a last line that was cut off is left out."""
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    if not lines:
+        raise ValueError("no whole line")
+    document = json.loads(lines[0]) | {"results": [], "comparisons": []}
+    for line in lines[1:]:
+        cell = json.loads(line)
+        document["results"] += cell["results"]
+        document["comparisons"] += cell["comparisons"]
+        document["roofs"] |= cell["roofs"]
+    return document
 
 
 def _finite(value):
@@ -223,6 +259,7 @@ def csv_row(row: dict) -> dict:
         "roof_percent": None if row.get("roof_fraction") is None else 100 * row["roof_fraction"],
         "gbytes_per_s": row["bytes"] / stats["median"] / 1e6 if stats else None,
         "extra_mem_mib": None if row["extra_mem_bytes"] is None else row["extra_mem_bytes"] / (1 << 20),
+        **{f"{timer}_ms": row.get("times_ms", {}).get(timer) for timer in ("kernel", "event", "wall")},
         "host_overhead_us": row.get("host_overhead_us"), "compile_ms": row["compile_ms"],
         "max_abs_error": accuracy.get("max_abs"), "torch_same_dtype_error": accuracy.get("torch_same_dtype"),
         "reason": row["reason"], "repro": row["repro"],

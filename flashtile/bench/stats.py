@@ -35,6 +35,10 @@ class Summary:
     def to_json(self) -> dict:
         return {**asdict(self), "ci95": list(self.ci95)}
 
+    @classmethod
+    def from_json(cls, found: dict) -> "Summary":
+        return cls(**found | {"ci95": tuple(found["ci95"])})
+
 
 @dataclass(frozen=True)
 class Speedup:

@@ -8,6 +8,7 @@ import threading
 import time
 
 PERIOD_S = 0.05
+MAX_TRACE = 16
 # NVML's bits of "clocks event reasons" that slow a kernel down; idle and user-set clocks are left out.
 REASONS = {
     0x04: "power cap",
@@ -56,6 +57,19 @@ def read(gpu) -> dict:
     return values
 
 
+def usage(gpu) -> dict:
+    """gpu_percent and mem_percent (share of the time that a kernel ran, that memory moved), mem_used_mib."""
+    pynvml, handle = gpu
+    values = {}
+    try:
+        rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+        values |= {"gpu_percent": rates.gpu, "mem_percent": rates.memory}
+        values["mem_used_mib"] = pynvml.nvmlDeviceGetMemoryInfo(handle).used / (1 << 20)
+    except Exception:  # this GPU or user can't read it
+        pass
+    return values
+
+
 def _reasons(pynvml):
     # Renamed in driver 535; old modules have only the old name.
     name = "nvmlDeviceGetCurrentClocksEventReasons"
@@ -88,8 +102,8 @@ class Telemetry:
 
     def since(self, start: float) -> dict | None:
         """Summary of the readings since a time of perf_counter, None without one."""
-        readings = [values for when, values in list(self._readings) if when >= start]
-        return summarise(readings) if readings else None
+        readings = [(when - start, values) for when, values in list(self._readings) if when >= start]
+        return summarise([values for _, values in readings]) | {"trace": trace(readings)} if readings else None
 
 
 def summarise(readings: list[dict]) -> dict:
@@ -103,6 +117,12 @@ def summarise(readings: list[dict]) -> dict:
     shares = {name: sum(bool(mask & bit) for mask in masks) / len(masks) for bit, name in REASONS.items()} if masks else {}
     summary["throttle"] = {name: round(share, 3) for name, share in shares.items() if share > 0}
     return summary
+
+
+def trace(readings) -> list[list[float]]:
+    """At most MAX_TRACE of (seconds, values) readings as [seconds, SM MHz, W], evenly chosen."""
+    step = max(1, -(-len(readings) // MAX_TRACE))
+    return [[round(when, 3), now.get("sm_mhz", 0), round(now.get("power_w", 0.0), 1)] for when, now in readings[::step]]
 
 
 def describe(summary: dict | None) -> str:

@@ -17,6 +17,10 @@ import typer
 
 OK, INTERNAL, USAGE, MISMATCH, REGRESSION, UNCLEAR, MISSING, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 
+_OURS, _REPORT = "install flashtile with its requirements, pip install flashtile", "pip install 'flashtile[report]'"
+# what to do about a module that is missing
+INSTALLS = {"torch": _OURS, "triton": _OURS, "numpy": _OURS, "matplotlib": _REPORT, "jinja2": _REPORT, "markupsafe": _REPORT}
+
 
 def _panel(panel):
     """A maker of typer options that stand under one title in --help."""
@@ -46,12 +50,14 @@ class ShapeFlags:
     total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
     hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
 
-    def cases(self, dtype: str):
-        """BenchCases of these flags; dtype where none is given."""
+    def cases(self, dtype: str, one_query=False):
+        """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given."""
         from flashtile.bench.cases import Shape, build_cases
 
         causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
+        if one_query:
+            values["seqlen_q"] = self.seqlen_q or "1"
         return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype}))
 
 
@@ -59,22 +65,23 @@ class ShapeFlags:
 class TimingFlags:
     """How to measure."""
 
-    mode: Annotated[str, _timing("Some of fwd, bwd, fwd_bwd.", "--mode")] = "fwd,bwd"
+    mode: Annotated[str, _timing("Some of fwd, bwd, fwd_bwd; run, compare, sweep: or decode.", "--mode")] = "fwd,bwd"
     no_grad: Annotated[bool, _timing("Forward only, as --mode fwd.", "--no-grad")] = False
     repeats: Annotated[int | None, _timing("Exactly so many samples (compare: rounds).", "--repeats")] = None
     rep_ms: Annotated[Number, _timing("Sampling time per mode and backend in ms (run 300, compare 90).", "--rep-ms")] = None
     timeout: Annotated[float, _timing("Most seconds of sampling per mode and backend.", "--timeout")] = 3.0
-    timer: Annotated[str, _timing("auto, event (device), graph, wall (call and wait).", "--timer")] = "auto"
+    timer: Annotated[str, _timing("auto, event (device), kernel, graph, wall (call, wait).", "--timer")] = "auto"
     l2: Annotated[str, _timing("cold empties the L2 cache before each call; warm doesn't.", "--l2")] = "cold"
     seed: Annotated[int, _timing("Of the N(0, 1) inputs and the order of backends.", "--seed")] = 0
     device: Annotated[Text, _timing("cuda, cuda:N or cpu (the GPU, if there is one).", "--device")] = None
     check: Annotated[bool, _timing("Time only what is correct; --no-check for profilers.", "--check/--no-check")] = True
     roof: Annotated[bool, _timing("Measure what a matrix product and a copy reach.", "--roof/--no-roof")] = True
 
-    def modes(self) -> list[str]:
+    def modes(self, also=()) -> list[str]:
+        """also: modes that a command has beside MODES."""
         from flashtile.bench.cases import MODES, parse_choices
 
-        return ["fwd"] if self.no_grad else parse_choices(self.mode, MODES, "mode")
+        return ["fwd"] if self.no_grad else parse_choices(self.mode, (*MODES, *also), "mode")
 
     def settings(self, **more):
         from flashtile.bench.engine import Settings
@@ -90,6 +97,7 @@ class OutputFlags:
     json: Annotated[Text, _output("Write everything, raw samples too; - is stdout, tables then on stderr.", "--json")] = None
     csv: Annotated[Text, _output("Write one row per case, backend and mode.", "--csv")] = None
     md: Annotated[Text, _output("Write a Markdown table.", "--md")] = None
+    keep: Annotated[Text, _output("Keep as a baseline for `flashtile regress --baseline NAME`.", "--save")] = None
     commit: Annotated[
         Text, _output("Commit to record where there is no .git (HASH or HASH-dirty).", "--commit", envvar="FLASHTILE_COMMIT")
     ] = None
@@ -113,6 +121,8 @@ class OutputFlags:
 
         from flashtile.bench.cases import UsageError
 
+        if self.keep and ("/" in self.keep or "\\" in self.keep):
+            raise UsageError(f"--save: expected a name, got {self.keep!r}. --json writes to a path.")
         targets = [target for target in (self.json, self.csv, self.md) if target]
         if targets.count("-") > 1:
             raise UsageError("--json, --csv, --md: expected at most one of them on stdout.")
@@ -127,10 +137,18 @@ class OutputFlags:
                 raise UsageError(f"{target}: expected a file, got a folder.")
 
     def save(self, report, partial: bool = False) -> None:
-        """Write the files; a partial report goes to files only, not to stdout."""
+        """Write the files; a partial report goes to files only, not to stdout, and is no baseline."""
+        document = report.document()
+        if self.keep and not partial:
+            from flashtile.bench import record, regress
+
+            record.write(str(regress.baseline_path(self.keep, report.device)), record.to_text(document))
+        self.write(document, partial)
+
+    def write(self, document, partial: bool = False) -> None:
+        """As save, of a document."""
         from flashtile.bench import record
 
-        document = report.document()
         makers = ((self.json, record.to_text), (self.csv, record.to_csv), (self.md, record.to_markdown))
         for target, make in makers:
             if target and not (partial and target == "-"):
@@ -176,6 +194,7 @@ class Progress:
             self._thread.join(timeout=2.0)
 
     def say(self, text: str) -> None:
+        """Tell what is being done from now on."""
         self._text, self._since = text, time.perf_counter()
         if self._status:
             self._status.update(text)
@@ -242,9 +261,10 @@ def _guarded(function, arguments) -> int:
         complain(str(error))
         return MISSING if type(error).__name__ == "Unavailable" else USAGE
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "triton", "numpy"):
+        package = (error.name or "").partition(".")[0]
+        if package not in INSTALLS:
             raise
-        complain(f"{error.name} is not installed. Install flashtile with its requirements: pip install flashtile.")
+        complain(f"{error.name} is not installed: {INSTALLS[package]}.")
         return MISSING
 
 
@@ -269,3 +289,20 @@ def exit_code(report, strict_code=OK) -> int:
         if status in statuses:
             return code
     return USAGE
+
+
+def parse_fraction(text: str) -> float:
+    """`2%` or `0.02` as 0.02.
+
+    Raises:
+        UsageError: neither.
+    """
+    from flashtile.bench.cases import UsageError
+
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"threshold: expected a share such as 2% or 0.02, got {text!r}.")
+    return value

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,7 @@ def doctor(
         if _software(say):
             progress.say("looking at the device")
             _profilers(say, _device(say, device, kernels, progress))
+            _extras(say)
     failed = [text for level, text in rows if level == "FAIL"]
     if json:
         import json as json_module
@@ -187,6 +189,15 @@ def _profilers(say, device) -> None:
                         "(https://developer.nvidia.com/ERR_NVGPUCTRPERM)")  # fmt: skip
         else:
             say("ok", f"{tool} {words[-1] if words else 'found'}{', counters readable' if readable else ''}")
+
+
+def _extras(say) -> None:
+    """What the report needs beside the measurement."""
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        say("info", f"{' and '.join(missing)} not installed: no plots, no `flashtile report`; pip install 'flashtile[report]'")
+    else:
+        say("ok", "matplotlib and jinja2 found: plots and `flashtile report`")
 
 
 def _counters_readable() -> bool | None:

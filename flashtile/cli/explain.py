@@ -1,5 +1,6 @@
 """`flashtile explain`: the work of a call, its floor, and the kernels that it gets; needs no GPU."""
 
+import itertools
 from typing import Annotated
 
 import typer
@@ -14,11 +15,14 @@ def add(app) -> None:
 def explain(
     shape: ShapeFlags,
     target: Annotated[
-        str, typer.Option("--target", help="A device (H200, A100, ...) or an architecture (sm_90); the GPU here, else H200.")
+        str, typer.Option("--target", help="Devices (H200,A100,...) or architectures (sm_90); the GPU here, else H200.")
     ] = "",
     compile_kernels: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the kernels for the target, to count registers and spills.")
     ] = True,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Also the rungs of the ladder: shared memory, registers, blocks on an SM.")
+    ] = False,
 ) -> int:
     """Show work, bytes, floor, memory, the chosen tier and tiles, every refusal, and what the kernels compile to."""
     console = make_console()
@@ -26,17 +30,23 @@ def explain(
         progress.say("importing torch")
         from flashtile import hardware
 
-        device = _target(target, hardware)
-        cases = shape.cases("bf16" if device.sm >= 80 else "fp16")
-        for case in cases:
+        devices = [find_target(name.strip(), hardware) for name in target.split(",")]
+        cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16")
+        for case, device in itertools.product(cases, devices):
             lines = list(_describe(case, device, compile_kernels, progress))
+            if ladder:
+                from flashtile.cli.ladder import lines_for_case
+
+                progress.say(f"compiling the ladder for {device.arch}")
+                lines += lines_for_case(case, device)
             progress.say("")
             head = f"[bold]{case.label()}[/]   on {device.name} ({device.arch})"
             console.print("\n".join([head, *lines, ""]), highlight=False)
     return OK
 
 
-def _target(name, hardware):
+def find_target(name, hardware):
+    """The hardware.Device of a name; of an empty one, the GPU here, else an H200."""
     from flashtile.bench.cases import UsageError
 
     if not name:
@@ -52,14 +62,29 @@ def _describe(case, device, compile_kernels, progress):
     """Lines about one case."""
     from flashtile.cli.show import size
 
+    if (case.head_dim, case.head_dim_v) in ((576, 512), (512, 512)):
+        yield from _describe_latent(case, device)
+        return
     problem = case.problem()
     forward, backward = problem.flops("fwd"), problem.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
+    yield from _work(f"{forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward", forward, num_bytes, problem, device)
+    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
+    rows = 4 * problem.batch * problem.num_heads * problem.seqlen_q
+    extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
+    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; {extra}"
+    for direction in ("forward", "backward"):
+        yield from _kernels(problem, device, direction, compile_kernels, progress)
+
+
+def _work(words, flops, num_bytes, problem, device):
+    """Lines about the work of a forward pass, and the least time that it can take."""
+    from flashtile.cli.show import size
+
     dtype = str(problem.dtype).removeprefix("torch.")
     peak, bandwidth = device.peak(dtype), device.peak_bandwidth
-    intensity = forward / num_bytes
-    line = f"  work      {forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward   tensors {size(num_bytes)}"
-    line += f"   {intensity:,.0f} FLOP/B"
+    intensity = flops / num_bytes
+    line = f"  work      {words}   tensors {size(num_bytes)}   {intensity:,.0f} FLOP/B"
     if peak and bandwidth:
         bound = "compute" if intensity > peak * 1e12 / bandwidth else "memory"
         line += f" -> {bound}-bound (ridge {peak * 1e12 / bandwidth:.0f})"
@@ -68,17 +93,38 @@ def _describe(case, device, compile_kernels, progress):
     if dtype != "float32":
         floors.append((device.measured_tflops, device.measured_bandwidth, "measured roof"))
     words = [
-        f"{max(forward / (tflops * 1e12), num_bytes / speed) * 1e3:.4g} ms at the {source}"
+        f"{max(flops / (tflops * 1e12), num_bytes / speed) * 1e3:.4g} ms at the {source}"
         for tflops, speed, source in floors
         if tflops and speed
     ]
     yield "  floor     forward " + (" | ".join(words) or "unknown: no peaks of this device in flashtile/hardware.py")
-    scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
-    rows = 4 * problem.batch * problem.num_heads * problem.seqlen_q
-    extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
-    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; {extra}"
-    for direction in ("forward", "backward"):
-        yield from _kernels(problem, device, direction, compile_kernels, progress)
+
+
+def _describe_latent(case, device):
+    """Lines about a decode over a latent cache with pages of 64 tokens: `flashtile.mla.mla_decode`."""
+    from flashtile import settings
+    from flashtile.errors import UnsupportedError
+    from flashtile.mla import plan
+    from flashtile.mla.problem import MlaProblem
+
+    problem = MlaProblem(
+        batch=case.batch, seqlen_q=case.seqlen_q, num_heads=case.num_heads, num_heads_kv=case.num_heads_kv,
+        head_dim=case.head_dim, head_dim_v=case.head_dim_v, dtype=case.torch_dtype, page_size=64,
+        num_pages=case.batch * -(-case.seqlen_k // 64), causal=case.causal and case.seqlen_q > 1,
+    )  # fmt: skip
+    lengths = [case.seqlen_k] * case.batch
+    flops = problem.flops(lengths)
+    yield from _work(f"{flops / 1e9:,.1f} GFLOP", flops, problem.bytes_moved(lengths), problem, device)
+    yield ("            a token of the cache is read once for all rows: about 2 * heads * query tokens = "
+           f"{2 * problem.num_rows} FLOP/B")  # fmt: skip
+    try:
+        chosen = plan.plan(problem, device, settings.preferred_tiers())
+    except UnsupportedError as error:
+        yield f"  decode    {error}"
+        return
+    yield f"  decode    {chosen.tier}"
+    for tier, reason in chosen.refusals:
+        yield f"            not {tier}: {reason}"
 
 
 def _kernels(problem, device, direction, compile_kernels, progress):

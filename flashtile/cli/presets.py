@@ -8,15 +8,15 @@ def add(app) -> None:
 
 
 def presets() -> int:
-    """List the named cases of --preset."""
+    """List the named cases of --preset; a file flashtile.toml in this folder may add some."""
     from rich.table import Table
 
-    from flashtile.bench.cases import PRESETS
+    from flashtile.bench import cases as known
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("preset", "cases", "shape", "about"):
         table.add_column(name, no_wrap=True)
-    for name, preset in PRESETS.items():
+    for name, preset in known.presets().items():
         cases = preset.cases()
         table.add_row(f"[bold]{name}[/]", str(len(cases)), _describe(cases), preset.about)
     console = make_console()

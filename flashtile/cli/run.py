@@ -21,7 +21,7 @@ def run(
     backend: Annotated[str, typer.Option("--backend", help="What to time; see `flashtile compare --help`.")] = "flashtile",
 ) -> int:
     """Time attention on one shape: min/avg/max, TFLOP/s, percent of the measured roof, memory, correctness."""
-    from flashtile.bench.cases import UsageError
+    from flashtile.bench.cases import DECODE, UsageError
 
     output.check()
     console = output.console()
@@ -31,14 +31,15 @@ def run(
         from flashtile.cli import show
 
         device = engine.resolve_device(timing.device)
-        cases = shape.cases(engine.default_dtype(device))
+        modes = timing.modes(also=(DECODE,))
+        cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
         names = peers.parse_backends(backend)
         if len(names) != 1:
             raise UsageError(f"backend: expected one, got {backend!r}. Use `flashtile compare` for several.")
         grid = show.Grid(console, names, None, cases) if len(cases) > MAX_BLOCKS else None
 
         printer = show.Printer("run", console, progress, output, grid)
-        report = engine.run(cases, names[0], timing.modes(), device=device, settings=timing.settings(commit=output.commit),
+        report = engine.run(cases, names[0], modes, device=device, settings=timing.settings(commit=output.commit),
                             listener=printer)  # fmt: skip
     if grid:
         show.reasons(console, report.results)

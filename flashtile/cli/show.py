@@ -6,7 +6,8 @@ from flashtile.bench.gate import FACTOR
 from flashtile.bench.stats import round_by
 
 CPU_NOTICE = "CPU result, the reference implementation, not a statement about the kernels"
-TITLES = {"fwd": "Forward Pass Results:", "bwd": "Backward Pass Results:", "fwd_bwd": "Forward + Backward Pass Results:"}
+TITLES = {"fwd": "Forward Pass Results:", "bwd": "Backward Pass Results:", "fwd_bwd": "Forward + Backward Pass Results:",
+          "decode": "Decoding on a Key-Value Cache:"}  # fmt: skip
 STATUS_WORDS = {"oom": "OOM", "mismatch": "WRONG", "unavailable": "n/a", "refused": "refused", "skipped": "skipped",
                 "error": "ERROR"}  # fmt: skip
 VERDICT_STYLES = {"FASTER": "green", "SLOWER": "red", "SAME": "", "UNCLEAR": "yellow"}
@@ -102,8 +103,10 @@ def _run_rows(result: Result):
     else:
         extra, inputs = result.extra_mem_bytes, result.inputs_bytes
         yield "Memory", f"{size(inputs + extra)} at the peak: inputs {size(inputs)} + {size(extra)}"
+    if result.times_ms:
+        yield "Times", ", ".join(f"{timer} {ms(value)} ms" for timer, value in result.times_ms.items())
     if result.host_overhead_us is not None:
-        yield "Host overhead", f"{result.host_overhead_us:.0f} us a call (isolated call and wait, less device time)"
+        yield "Host overhead", f"{result.host_overhead_us:.0f} us a call (isolated call and wait, less its kernels)"
     if result.compile_ms is not None:
         yield "First call", f"{result.compile_ms / 1e3:.2f} s, compilation included"
 
@@ -161,9 +164,121 @@ def speedup_text(speedup) -> str:
     return f"{ratio(speedup.ratio)}x \\[{ratio(speedup.ci95[0])}, {ratio(speedup.ci95[1])}]"
 
 
-def verdict_text(speedup) -> str:
-    style = VERDICT_STYLES[speedup.verdict]
-    return f"[{style}]{speedup.verdict}[/]" if style else speedup.verdict
+def verdict_text(found) -> str:
+    """The verdict of a stats.Speedup or a regress.Row in its colour."""
+    style = VERDICT_STYLES[found.verdict]
+    return f"[{style}]{found.verdict}[/]" if style else found.verdict
+
+
+def values(console, report: Report) -> None:
+    """The first outputs of each backend under each other, where they were kept."""
+    seen = {(r.case, r.backend): r.values for r in report.results if r.values}
+    for case in dict.fromkeys(case for case, _ in seen):
+        console.print(f"\nfirst outputs, {case.label()}", markup=False)
+        for (its_case, backend), first in seen.items():
+            if its_case == case:
+                console.print(f"  {backend:<16}" + "".join(f"{x:>13.6f}" for x in first), markup=False)
+
+
+def memory_table(console, report: Report, limit: int, where: str) -> None:
+    """Naive against flash, a row a case; limit: bytes of the GPU, 0 where unknown."""
+    from rich.table import Table
+
+    from flashtile.bench.memory import inputs_bytes
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    fits = [f"fits in {limit / (1 << 30):.0f} GiB {where}"] if limit else []
+    for name in ("case", "naive MiB (formula)", "flash MiB (formula)", "reduction", *fits):
+        table.add_column(name, justify="left" if name in ("case", *fits) else "right", no_wrap=True)
+    by_case = {}
+    for result in report.results:
+        by_case.setdefault(result.case, {})[result.backend] = result
+    for case, rows in by_case.items():
+        pair = [rows["naive"], rows["flashtile"]]
+        used = [r.predicted_mem_bytes if r.extra_mem_bytes is None else r.extra_mem_bytes for r in pair]
+        cells = [f"{_mib(r.extra_mem_bytes)} ({_mib(r.predicted_mem_bytes)})" for r in pair]
+        needed = [inputs_bytes(case, r.mode) + r.predicted_mem_bytes for r in pair]
+        fitting = [name for name, num_bytes in zip(("naive", "flash"), needed) if num_bytes <= limit]
+        word = {2: "both", 0: "neither"}.get(len(fitting), f"{fitting[0]} only" if fitting else "")
+        table.add_row(case.label(), *cells, f"{ratio(used[0] / used[1])}x", *([word] if limit else []))
+    console.print()
+    console.print(table)
+    reasons(console, report.results)
+    train = report.resolved["modes"] != ["fwd"]
+    terms = ("4 S + O + copies, flash = O + lse + dQ + dK + dV + row statistics" if train else "S + P + O, flash = O + lse")
+    console.print(f"[dim]beyond the inputs, {'forward and backward' if train else 'forward'}: naive = {terms}[/]")
+    for row in report.parts.get("memory", []):
+        name = "flash" if row["backend"] == SUBJECT else row["backend"]
+        console.print(f"longest sequence by formula, other sizes as in the first row: {name} {row['largest_seqlen']:,}")
+
+
+def regress_table(console, rows, found: dict) -> None:
+    """A row a case and mode, then the counts of verdicts; found: the part "regress" of the document."""
+    from rich.table import Table
+
+    from flashtile.bench import stats
+
+    names = [f"{v['name']}{' @ ' + v['commit'][:8] if v['commit'] else ''}" for v in (found["baseline"], found["against"])]
+    console.print(f"baseline {names[0]}, against {names[1]}, {found['method']}\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("case", "mode", "baseline ms", "against ms", "change, 95% CI", "verdict"):
+        table.add_column(name, justify="right" if name.endswith(" ms") else "left", no_wrap=True)
+    for row in rows:
+        if row.status != "ok":
+            table.add_row(row.case.label(), row.mode, "", "", "", f"[red]{STATUS_WORDS[row.status]}: {row.reason}[/]")
+            continue
+        change = f"{row.change:+.1%} \\[{row.ci95[0]:+.1%}, {row.ci95[1]:+.1%}]"
+        table.add_row(row.case.label(), row.mode, ms(row.baseline_ms), ms(row.against_ms), change, verdict_text(row))
+    console.print(table)
+    verdicts = [row.verdict for row in rows if row.status == "ok"]
+    counts = "  ".join(f"{verdicts.count(word)} {word}" for word in stats.VERDICTS)
+    overall = stats.geomean(row.against_ms / row.baseline_ms for row in rows if row.status == "ok") - 1 if verdicts else 0
+    console.print(f"\n{counts}  geomean {overall:+.1%}  (change of time: above 0 the second is slower)")
+
+
+def scaling_table(console, rows, kind) -> None:
+    """A row a count of GPUs, or a batch."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("GPUs", "case", "mode", "ms", "speed-up", "efficiency"):
+        table.add_column(name, justify="left" if name in ("case", "mode") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row.gpus), row.case.label(), row.mode, ms(row.ms), f"{row.speedup:.2f}x", f"{row.efficiency:.0%}")
+    console.print()
+    console.print(table)
+    about = {"batch": "throughput over the first row's, one GPU", "strong": "the same problem on more GPUs, the slowest's time",
+             "weak": "the same work on each GPU, the slowest's time"}[kind]  # fmt: skip
+    console.print(f"[dim]{kind} scaling: {about}[/]")
+
+
+def ncu_summary(console, kernels, case, mode) -> None:
+    """What ncu saw of each kernel, and what bounds it, in words."""
+    if not kernels:
+        console.print("ncu saw no kernel; look at --kernel")
+    units = {"duration": (1e-3, "us"), "DRAM bytes": (1 / MIB, "MiB"), "shared bytes": (1 / 1024, "KiB")}
+    for kernel in kernels:
+        console.print(f"\n[bold]{kernel.name}[/]")
+        words = []
+        for name, value in kernel.metrics.items():
+            if name in units:
+                factor, unit = units[name]
+                words.append(f"{name} {value * factor:.4g} {unit}")
+            else:
+                words.append(f"{name} {value:.0f}{'' if name in ('registers', 'blocks') else ' %'}")
+        console.print("  " + "   ".join(words))
+        console.print(f"  bound by: [bold]{kernel.bound()}[/]")
+    problem = case.problem()
+    intensity = problem.flops(mode) / problem.bytes_moved(mode)
+    if intensity > 100:
+        console.print(f"\n[dim]{intensity:.0f} FLOP a byte: little DRAM traffic is as it should be; look at the pipes[/]")
+
+
+def _mib(num_bytes) -> str:
+    if num_bytes is None:
+        return "-"
+    mib = num_bytes / MIB
+    return f"{mib:.0f}" if mib >= 100 else f"{mib:.3g}"
 
 
 def reasons(console, results) -> None:
@@ -177,6 +292,12 @@ def reasons(console, results) -> None:
         where = f" ({len(rows)} rows)" if len(rows) > 1 else ""
         style = "red" if rows[0].status in ("mismatch", "error") else "dim"
         console.print(f"  [{style}]{name}{where}: {reason}[/]")
+
+
+def capping(results) -> str:
+    """`   power cap 40%` where the GPU was slowed down in a tenth of the readings or more."""
+    throttle = next((r.telemetry["throttle"] for r in results if r.telemetry), {})
+    return "".join(f"   [yellow]{reason} {share:.0%}[/]" for reason, share in throttle.items() if share >= 0.1)
 
 
 class Grid:
@@ -212,7 +333,8 @@ class Grid:
             cells.append(f"{text:>{width}}")
         comparison = report.comparison(case, mode, self.subject(), self.baseline) if self.baseline else None
         versus = f"   {speedup_text(comparison.speedup)} {verdict_text(comparison.speedup)}" if comparison else ""
-        self.console.print(f"{case.label():<{self.label_width}} {mode:<8}{''.join(cells)}{versus}")
+        capped = capping([r for r in report.results if (r.case, r.mode) == (case, mode)])
+        self.console.print(f"{case.label():<{self.label_width}} {mode:<8}{''.join(cells)}{versus}{capped}")
 
 
 class Printer(Listener):

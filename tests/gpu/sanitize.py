@@ -2,11 +2,13 @@
 
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py portable
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py hopper
+    compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py ladder
+    compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
 
 Run it once without the checker first, so that kernels are compiled. Where the tier refuses, portable steps in.
 
 racecheck does not follow what one warp hands another through an mbarrier: one thread of 128 arrives, after a barrier of all.
-`sanitize.py control` runs the smallest kernel that does only that, with the synchronisation of hopper/forward.py; what racecheck
+`sanitize.py control` runs the smallest kernel that does only that, with the synchronisation of hopper/forward.py; what it
 reports there it reports of any such kernel, so a report of the same kind (a word written before `arrive` and read after
 `wait`, Triton's own words for `warp_specialize`) says nothing. memcheck and 100 runs with equal bits stand.
 """
@@ -64,7 +66,48 @@ def hand_over():
     assert torch.equal(out, torch.arange(64, dtype=torch.int32, device="cuda"))
 
 
+def run_ladder():
+    """Every rung on a length that ends inside a tile."""
+    from flashtile.ladder import launch, rungs
+
+    for rung in rungs.RUNGS.values():
+        if rung.tier:
+            continue
+        dtype = {"fp32": torch.float32, "fp16": torch.float16}[rung.dtypes[0]]
+        q, k, v = (torch.randn(1, 150, 2, 64, device="cuda", dtype=dtype) for _ in range(3))
+        if rung.direction == "forward":
+            launch.forward(rung.number, q, k, v, causal=True)
+        else:
+            launch.backward(rung.number, q, k, v, *launch.forward(8, q, k, v, causal=True), q, causal=True)
+        torch.cuda.synchronize()
+        print(f"rung {rung.number}: ran", flush=True)
+
+
+def run_kvcache():
+    """Every case on a cache; also a call whose lengths and pages point outside."""
+    from cache_cases import CASES, FP8_CASES
+
+    import flashtile
+
+    for case in CASES + FP8_CASES:
+        call = case.make(torch.bfloat16, "cuda")
+        call.run()
+        torch.cuda.synchronize()
+        print(f"{case.name}: ran", flush=True)
+    pages = torch.randn(2, 8, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    table = torch.tensor([[0, 2**31 - 1], [-5, 3]], device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([2**31 - 1, 20], device="cuda", dtype=torch.int32)
+    q, new = torch.randn(2, 1, 4, 64, device="cuda").bfloat16(), torch.randn(2, 1, 2, 64, device="cuda").bfloat16()
+    flashtile.attention_with_kvcache(q, *pages, k=new, v=new, cache_seqlens=lengths, block_table=table)
+    torch.cuda.synchronize()
+    print("outside: ran", flush=True)
+
+
 def main(tier):
+    if tier == "ladder":
+        return run_ladder()
+    if tier == "kvcache":
+        return run_kvcache()
     if tier == "control":
         hand_over()
         return

@@ -1,0 +1,67 @@
+"""`flashtile regress`: exit 4 if flashtile has become slower."""
+
+from typing import Annotated
+
+import typer
+
+from flashtile.cli.common import (
+    INTERNAL,
+    MISMATCH,
+    OK,
+    REGRESSION,
+    UNCLEAR,
+    OutputFlags,
+    Progress,
+    ShapeFlags,
+    TimingFlags,
+    command,
+    parse_fraction,
+)
+
+VERSION_HELP = "A git revision, a folder with flashtile, a record, or a baseline that --save kept"
+
+
+def add(app) -> None:
+    app.command("regress")(command(regress))
+
+
+def regress(
+    shape: ShapeFlags,
+    timing: TimingFlags,
+    output: OutputFlags,
+    baseline: Annotated[str, typer.Option("--baseline", help=f"{VERSION_HELP}.")] = "HEAD",
+    against: Annotated[str | None, typer.Option("--against", help=f"{VERSION_HELP} (the code that runs now).")] = None,
+    threshold: Annotated[str, typer.Option("--threshold", help="Smaller changes are SAME.")] = "3%",
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds of all processes together.")] = 30,
+    processes: Annotated[int, typer.Option("--processes", help="Pairs of fresh processes.")] = 3,
+) -> int:
+    """Compare two versions of flashtile here, in turns; exit 4 on a confirmed slowdown, 5 if unclear and --strict."""
+    from flashtile.bench.cases import UsageError
+
+    output.check()
+    console = output.console()
+    if processes < 1:
+        raise UsageError(f"processes: expected 1 or more, got {processes}.")
+    with Progress(output.progress and not output.quiet) as progress:
+        progress.say("importing torch")
+        from flashtile.bench import engine, record
+        from flashtile.bench import regress as versions
+        from flashtile.cli import show
+
+        device = engine.resolve_device(timing.device)
+        settings = timing.settings(commit=output.commit, rounds=timing.repeats or rounds, threshold=parse_fraction(threshold))
+        rows, document = versions.compare_versions(
+            baseline, against, shape.cases(engine.default_dtype(device)), timing.modes(), device=device, settings=settings,
+            processes=processes, say=progress.say,
+        )  # fmt: skip
+    console.print(f"[bold]flashtile regress[/]   {record.describe(document['env'])}")
+    show.regress_table(console, rows, document["regress"])
+    output.write(document)
+    statuses, verdicts = {row.status for row in rows}, {row.verdict for row in rows if row.status == "ok"}
+    if "mismatch" in statuses:
+        return MISMATCH
+    if "SLOWER" in verdicts:
+        return REGRESSION
+    if "error" in statuses:
+        return INTERNAL
+    return UNCLEAR if output.strict and "UNCLEAR" in verdicts else OK

@@ -1,0 +1,50 @@
+"""`flashtile tune`: time candidate tiles of the portable kernels on this GPU."""
+
+import json as json_module
+from typing import Annotated
+
+import typer
+
+from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+
+
+def add(app) -> None:
+    app.command("tune")(command(tune))
+
+
+def tune(
+    shape: ShapeFlags,
+    kernel: Annotated[str, typer.Option("--kernel", help="Some of forward, dkdv, dq.")] = "forward,dkdv,dq",
+    seed: Annotated[int, typer.Option("--seed", help="Of the inputs and the order.")] = 0,
+    device: Annotated[str | None, typer.Option("--device", help="cuda:N (the current GPU).")] = None,
+    json: Annotated[str | None, typer.Option("--json", help="Write every candidate; - is stdout.")] = None,
+    commit: Annotated[str | None, typer.Option("--commit", help="Commit to record where there is no .git.")] = None,
+) -> int:
+    """Time candidate tiles of the portable kernels on this GPU, beside the ones that flashtile/tiles.py has."""
+    console = make_console(stderr=json == "-")
+    with Progress(True) as progress:
+        progress.say("importing torch")
+        from flashtile.bench import engine, peers, record
+        from flashtile.bench import tune as tuning
+        from flashtile.bench.cases import parse_choices
+
+        kernels = parse_choices(kernel, tuning.CANDIDATES, "kernel")
+        there = engine.resolve_device(device or "cuda")
+        if there.type != "cuda":
+            raise peers.Unavailable("tune: tiles are timed on a GPU.")
+        rows = []
+        for case in shape.cases(engine.default_dtype(there)):
+            found = tuning.run(case, kernels, there, seed, progress.say)
+            rows += found
+            with progress.paused():
+                console.print(f"\n[bold]{case.label()}[/]")
+                for row in found:
+                    c = row.config
+                    shown = f"({c.tile_m}, {c.tile_n}, {c.num_warps}, {c.num_stages})"
+                    mark = "  in tiles.py" if row.current else ""
+                    console.print(f"  {row.kernel:8} {shown:18} {row.refused or f'{row.ms:.4f} ms'}{mark}")
+    if json:
+        document = {"command": "flashtile tune", "env": record.environment(there, commit),
+                    "rows": [row.to_json() for row in rows]}  # fmt: skip
+        record.write(json, json_module.dumps(document) + "\n")
+    return OK

@@ -1,0 +1,63 @@
+"""What of the measuring instrument only a GPU can show: its timers agree, launch gaps are hidden, memory is as by formula."""
+
+import pytest
+import torch
+
+from flashtile import bench
+from flashtile.bench import memory, profilers
+from flashtile.bench.cases import BenchCase
+
+pytestmark = pytest.mark.gpu
+SMALL = BenchCase(1, 64, 64, 4, 4, 64, 64)
+LARGE = BenchCase(2, 4096, 4096, 16, 16, 128, 128)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_kernel_event_and_wall_time_are_in_order(mode):
+    """A case whose launches take longer than its kernels: event time must not hold them."""
+    result = bench.run(SMALL, modes=(mode,), settings=bench.Settings(roof=False)).one(mode=mode)
+    assert result.ok, result.reason
+    times = result.times_ms
+    assert times["kernel"] < 1.1 * times["event"] < times["wall"]
+    assert result.stats.median < 1.5 * result.stats.min + 0.005, "launch gaps are in the median"
+    assert result.host_overhead_us > 0
+
+
+def test_timers_agree_on_a_long_kernel():
+    medians = {}
+    for timer in ("event", "kernel", "wall"):
+        settings = bench.Settings(timer=timer, roof=False, check=False, repeats=40)
+        medians[timer] = bench.run(LARGE, modes=("fwd",), settings=settings).one().stats.median
+    assert medians["kernel"] == pytest.approx(medians["event"], rel=0.15)
+    assert medians["wall"] == pytest.approx(medians["event"], rel=0.3)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
+def test_memory_is_as_the_formulas_say(train):
+    report = memory.measure_memory(LARGE, train=train, settings=bench.Settings(roof=False, check=False))
+    for result in report.results:
+        assert result.ok, result.reason
+        assert result.extra_mem_bytes == pytest.approx(result.predicted_mem_bytes, rel=0.02), result.backend
+
+
+def test_a_case_that_does_not_fit_is_a_row():
+    longer = BenchCase(16, 131072, 131072, 64, 64, 64, 64)
+    report = memory.measure_memory(longer, ["naive"], settings=bench.Settings(roof=False, check=False))
+    assert report.results[0].status in ("skipped", "oom")
+
+
+@pytest.mark.parametrize("name", ["flex", "sdpa-cudnn"])
+def test_peers_of_torch_are_correct_or_say_why_not(name):
+    report = bench.compare(BenchCase(1, 256, 256, 4, 4, 64, 64, causal=True), ["flashtile", name], ("fwd", "bwd"),
+                           settings=bench.Settings(rounds=6, rep_ms=6, roof=False))  # fmt: skip
+    assert {r.status for r in report.results if r.backend == "flashtile"} == {"ok"}
+    assert all(r.ok or r.reason for r in report.results)
+    assert not [r for r in report.results if r.status == "mismatch"]
+
+
+@pytest.mark.skipif(profilers.missing("proton", torch.cuda.is_available()) is not None, reason="needs proton")
+def test_proton_sees_the_kernels(tmp_path):
+    out = str(tmp_path / "p.hatchet")
+    line = profilers.command("proton", LARGE, mode="fwd", backend="flashtile", device="cuda:0", repeats=2, seed=0, out=out)
+    profilers.run(line, out)
+    assert any("attention" in name and count == 2 for name, count, _ in profilers.proton_kernels(out))

@@ -1,0 +1,274 @@
+"""Records: the published schema, JSON lines, resuming, and what a plot or a table makes of them."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from flashtile import bench
+from flashtile.bench import engine, guide, memory, plots, record, stats, tables
+from flashtile.bench.cases import BenchCase, UsageError, build_cases
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = BenchCase(1, 64, 64, 2, 2, 16, 16, dtype="fp32")
+LONGER = BenchCase(1, 128, 128, 2, 2, 16, 16, dtype="fp32")
+QUICK = engine.Settings(repeats=6, rep_ms=6, roof=False, commit="0" * 40)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    cases = [SMALL, LONGER]
+    return bench.compare(cases, ["flashtile", "naive", "fa3"], ("fwd", "bwd"), baseline="naive", device="cpu", settings=QUICK)
+
+
+def validate(document):
+    jsonschema.Draft202012Validator(record.schema()).validate(json.loads(record.to_text(document)))
+
+
+def test_schema_is_a_schema_and_takes_what_commands_write(compared):
+    jsonschema.Draft202012Validator.check_schema(record.schema())
+    validate(compared.document())
+    validate(bench.run(SMALL, device="cpu", settings=QUICK).document())
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda d: d.pop("env"),
+    lambda d: d.update(schema="flashtile-bench/2"),
+    lambda d: d["results"][0].update(status="fine"),
+    lambda d: d["results"][0].pop("samples_ms"),
+    lambda d: d["results"][0]["config"].pop("headdim"),
+    lambda d: d["comparisons"][0].update(verdict="MAYBE"),
+])  # fmt: skip
+def test_schema_refuses(compared, spoil):
+    document = json.loads(record.to_text(compared.document()))
+    spoil(document)
+    with pytest.raises(jsonschema.ValidationError):
+        validate(document)
+
+
+def test_statuses_and_required_keys_are_those_of_the_schema():
+    definitions = record.schema()["$defs"]
+    assert set(record.STATUSES) == set(definitions["status"]["enum"])
+    assert set(record.CONFIG_KEYS) == set(definitions["config"]["required"])
+    assert set(stats.VERDICTS) == set(definitions["comparison"]["properties"]["verdict"]["enum"])
+
+
+def test_results_survive_a_record(compared):
+    for row in json.loads(record.to_text(compared.document()))["results"]:
+        assert engine.Result.from_json(row).to_json() == row
+
+
+def test_lines_are_the_document_and_a_cut_one_is_left_out(compared):
+    document = json.loads(record.to_text(compared.document()))
+    text = record.head_line(document)
+    for mode in ("fwd", "bwd"):
+        rows = [row for row in document["results"] if row["mode"] == mode]
+        pairs = [row for row in document["comparisons"] if row["mode"] == mode]
+        text += record.cell_line(rows, pairs, {})
+    whole = record.from_lines(text)
+    assert record.problems(whole) == [] and len(whole["results"]) == len(document["results"])
+    cut = record.from_lines(text[:-40])
+    assert {row["mode"] for row in cut["results"]} == {"fwd"}
+    with pytest.raises(ValueError):
+        record.from_lines(text[:30])
+
+
+def test_resume_measures_only_what_is_missing(compared, monkeypatch):
+    document = compared.document()
+    document["results"] = [r for r in document["results"] if (r["config"]["seqlen_k"], r["mode"]) != (128, "bwd")]
+    document["comparisons"] = [c for c in document["comparisons"] if (c["config"]["seqlen_k"], c["mode"]) != (128, "bwd")]
+    measured = []
+    rounds = engine._Measurement._rounds
+    monkeypatch.setattr(engine._Measurement, "_rounds",
+                        lambda self, case, *rest: measured.append(case) or rounds(self, case, *rest))  # fmt: skip
+    again = bench.compare([SMALL, LONGER], ["flashtile", "naive", "fa3"], ("fwd", "bwd"), baseline="naive", device="cpu",
+                          settings=QUICK, resume=json.loads(json.dumps(document)))  # fmt: skip
+    assert measured == [LONGER]
+    key = [(r.case, r.mode, r.backend, r.status) for r in compared.results]
+    assert [(r.case, r.mode, r.backend, r.status) for r in again.results] == key
+    assert len(again.comparisons) == len(compared.comparisons)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda d: d["env"].update(torch="1.0"), "another torch"),
+    (lambda d: d["settings"].update(seed=7), "another settings (seed)"),
+    (lambda d: d["results"][0]["config"].update(batch=9), "other cases"),
+])  # fmt: skip
+def test_resume_refuses_another_run(compared, change, words):
+    document = copy.deepcopy(compared.document())
+    change(document)
+    with pytest.raises(UsageError, match="resume: .*") as error:
+        bench.compare([SMALL, LONGER], ["flashtile", "naive", "fa3"], ("fwd", "bwd"), baseline="naive", device="cpu",
+                      settings=QUICK, resume=document)  # fmt: skip
+    assert words in str(error.value)
+
+
+RECORDED = [path for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.json"))
+            if json.loads(path.read_text()).get("schema") == record.SCHEMA]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+def test_recorded_runs_follow_the_schema(path):
+    document = json.loads(path.read_text())
+    jsonschema.Draft202012Validator(record.schema()).validate(document)
+    assert document["env"]["git"]["commit"] and not document["interrupted"]
+    assert not [row for row in document["results"] if row["status"] in ("mismatch", "error")]
+
+
+def test_recorded_regress_runs_saw_what_was_there():
+    """SAME for one version twice; SLOWER for a copy that was slowed by 5% (and a launch gap)."""
+    for path in ROOT.glob("benchmarks/results/*/regress-*.json"):
+        rows = record.load(path)["regress"]["rows"]
+        slowed = path.stem == "regress-slowed"
+        assert {row["verdict"] for row in rows} == {"SLOWER" if slowed else "SAME"}
+        assert all((0.03 < row["change"] < 0.1) if slowed else abs(row["change"]) < 0.03 for row in rows)
+
+
+# --- memory by formula ---------------------------------------------------------------------------------------------------
+
+B2_H16 = BenchCase(2, 1024, 1024, 16, 16, 128, 128)
+GROUPED = BenchCase(2, 4096, 4096, 16, 4, 128, 128, causal=True)
+# MiB beyond the inputs, as torch's allocator counted them on an H200 (torch 2.11)
+MEASURED = [
+    (B2_H16, "naive", "fwd", 144), (B2_H16, "flashtile", "fwd", 8.125), (B2_H16, "naive", "fwd_bwd", 288),
+    (BenchCase(2, 64, 64, 16, 16, 128, 128), "naive", "fwd", 1.5), (GROUPED, "naive", "fwd_bwd", 4240),
+    (BenchCase(2, 32768, 32768, 16, 16, 128, 128), "naive", "fwd", 131584),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case, backend, mode, mib", MEASURED)
+def test_memory_formulas_give_what_was_measured(case, backend, mode, mib):
+    assert memory.predicted_bytes(case, backend, mode) / 2**20 == mib
+
+
+@pytest.mark.parametrize("backend", memory.BACKENDS)
+@pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
+def test_the_longest_sequence_fits_and_the_next_one_does_not(backend, mode):
+    limit = 1 << 30
+    length = memory.largest_seqlen(B2_H16, backend, mode, limit)
+
+    def needed(seqlen):
+        case = dataclasses.replace(B2_H16, seqlen_q=seqlen, seqlen_k=seqlen)
+        return memory.inputs_bytes(case, mode) + memory.predicted_bytes(case, backend, mode)
+
+    assert needed(length) <= limit < needed(length + 64)
+    assert memory.largest_seqlen(B2_H16, backend, mode, 1000) == 0
+
+
+def test_memory_on_a_cpu_is_formulas_only():
+    report = memory.measure_memory([SMALL], device="cpu", settings=QUICK)
+    assert [r.status for r in report.results] == ["skipped", "skipped"] and report.results[0].predicted_mem_bytes > 0
+    validate(report.document())
+
+
+def test_flash_memory_knows_what_the_hopper_backward_adds(monkeypatch):
+    from flashtile import hardware
+
+    monkeypatch.setattr(memory, "_backward_tier", lambda case, device: "hopper")
+    more = memory.predicted_bytes(B2_H16, "flashtile", "fwd_bwd", hardware.by_name("H200"))
+    # as measured: fp32 dq, and lse in base 2
+    assert more / 2**20 == 48.375
+
+
+# --- tables and plots ----------------------------------------------------------------------------------------------------
+
+
+def row(case, mode="fwd", backend="flashtile", median=1.0, **more):
+    """A result as a record has it, with times around a median."""
+    samples = [median * (1 + 0.001 * (i % 5)) for i in range(20)]
+    result = engine.Result(case, backend, mode, flops=case.problem().flops(mode), bytes=case.problem().bytes_moved(mode),
+                           timer="event", inputs_bytes=1000, extra_mem_bytes=500, predicted_mem_bytes=500)  # fmt: skip
+    result.finish(samples, None)
+    result.repro = f"flashtile run {case.flags()} --mode {mode}"
+    return result.to_json() | more
+
+
+def make_document(rows, command="compare", **more):
+    env = record.environment(engine.resolve_device("cpu"), commit="1" * 40)
+    env["gpu"] = {"name": "NVIDIA H200", "cc": "9.0", "sm": 132, "l2_mb": 60.0, "mem_gib": 139.8}
+    settings = {"command": command, "timer": "event", "l2": "cold", "seed": 0, "modes": ["fwd", "bwd"], "baseline": "naive",
+                "backends": ["flashtile", "naive"], "device": "cuda", "flops": record.FLOPS_CONVENTION}  # fmt: skip
+    roofs = {"bfloat16": {"dtype": "bfloat16", "n": 8192, "tflops": 780.0, "bandwidth": 4.2e12, "spec_tflops": 989.4,
+                          "spec_bandwidth": 4.8e12}}  # fmt: skip
+    return {"schema": record.SCHEMA, "env": env, "settings": settings, "interrupted": False, "roofs": roofs, "geomeans": [],
+            "results": rows, "comparisons": [], **more}  # fmt: skip
+
+
+@pytest.fixture
+def documents():
+    """One document of each kind that a table or a plot is made of."""
+    cases = build_cases("guide-small,guide-medium")
+    rows = [row(case, mode, backend, time) for case in cases for mode in ("fwd", "bwd")
+            for backend, time in (("flashtile", 0.1), ("naive", 0.9))]  # fmt: skip
+    rows += [row(case, "fwd", "flashtile", 0.01 * case.seqlen_k) for case in build_cases("guide-memory")]
+    rows.append(row(cases[0], "fwd", "fa3") | {"status": "unavailable", "reason": "needs <a> wheel", "stats": None,
+                                               "samples_ms": []})  # fmt: skip
+    trace = [[0.0, 1980, 300.0], [0.1, 1755, 600.0]]
+    rows[0]["telemetry"] = {"throttle": {"power cap": 0.5}, "sm_mhz_median": 1755, "trace": trace}
+    measured = {"stats": None, "samples_ms": [], "tflops": None, "timer": ""}
+    decode = dataclasses.replace(cases[0], seqlen_q=1)
+    rows += [row(decode, "fwd", name, time) | {"mode": "decode"} for name, time in (("flashtile", 0.1), ("naive", 0.2))]
+    memory = [row(case, "fwd", backend, extra_mem_bytes=size * case.seqlen_k, **measured)
+              for case in build_cases("guide-memory") for backend, size in (("flashtile", 100), ("naive", 900))]  # fmt: skip
+    scaled = [{"gpus": n, "config": cases[0].config(), "mode": "fwd", "ms": 1.0, "speedup": 0.9 * n, "efficiency": 0.9}
+              for n in (1, 2, 4)]  # fmt: skip
+    versions = [{"config": cases[0].config(), "mode": "fwd", "status": "ok", "baseline_ms": 1.0, "against_ms": 1.05,
+                 "change": 0.05, "ci95": [0.049, 0.051], "verdict": "SLOWER"}]  # fmt: skip
+    sides = [{"name": name, "commit": "2" * 40, "kind": "code"} for name in ("main", "now")]
+    return [
+        make_document(rows),
+        make_document(memory, "memory"),
+        make_document([], "scale", scaling={"kind": "weak", "rows": scaled}),
+        make_document([], "regress", regress={"baseline": sides[0], "against": sides[1], "method": "interleaved",
+                                              "rows": versions}),
+    ]
+
+
+def test_made_up_documents_follow_the_schema(documents):
+    for document in documents:
+        validate(document)
+        assert record.problems(document) == []
+
+
+def test_tables_of_the_guide_stand_beside_its_figures(documents):
+    made = {table.name: table for table in tables.all_tables(documents)}
+    assert set(made) == {"forward", "backward", "memory", "bandwidth", "backends-fwd", "backends-bwd", "backends-decode",
+                         "scaling-weak", "regress", "results"}  # fmt: skip
+    assert [cell.text for cell in made["backends-fwd"].rows[0]][3:] == ["0.90180", "9.00x"]
+    first = [cell.text for cell in made["forward"].rows[0]]
+    assert first[0] == "1×32×4×16" and first[3] == "9.00x" and first[4] == "1.88x" and first[6] == "2.10x"
+    assert made["forward"].rows[0][3].kind == "good"
+    assert len(made["forward"].rows) == 6 and len(made["backward"].rows) == 5
+    assert [cell.text for cell in made["memory"].rows[4]][4:] == ["9.00x", "4.20x"]
+    assert made["regress"].rows[0][6].kind == "bad"
+    assert all(len(cells) == len(table.columns) for table in made.values() for cells in table.rows)
+    assert made["backward"].markdown().splitlines()[0].startswith("| B×S×H×D | forward ms")
+
+
+def test_the_guide_has_only_plain_cases():
+    (case,) = build_cases("guide-small")[:1]
+    assert guide.key(case.config()) == (1, 32, 4, 16)
+    assert guide.key(case.config() | {"causal": True}) is None
+    assert guide.key(case.config() | {"nheads_kv": 2}) is None
+
+
+def test_every_kind_of_plot_is_drawn_in_page_colours(documents):
+    made = plots.figures(documents)
+    groups = {plot.group for plot in made}
+    assert groups == {"TFLOP/s", "Time", "Memory", "Roofline", "Speed-up", "Forward and backward", "Scaling",
+                      "Samples"}
+    assert len({plot.name for plot in made}) == len(made)
+    for plot in {plot.group: plot for plot in made}.values():
+        svg = plots.render(plot, "svg").decode()
+        assert svg.startswith("<svg") and "var(--ink)" in svg and 'role="img"' in svg and "#0100" not in svg, plot.name
+
+
+def test_plots_are_written_in_both_themes(documents, tmp_path):
+    plot = next(plot for plot in plots.figures(documents) if plot.group == "Scaling")
+    names = plots.write([plot], str(tmp_path / "new" / "p"), documents)
+    assert len(names) == 4 and (tmp_path / "new" / "p-scaling-weak-dark.png").read_bytes().startswith(b"\x89PNG")
+    light, dark = ((tmp_path / "new" / f"p-scaling-weak-{theme}.svg").read_text() for theme in plots.THEMES)
+    assert "#ffffff" in light and "#14171b" in dark and "NVIDIA H200" in light
