@@ -1,0 +1,139 @@
+"""The exercises: each check passes with a solution and fails without one, and says what is wrong."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile import cli
+from flashtile.learn.counters import count
+from flashtile.learn.exercises import EXERCISES, LEVELS, begin, check, find
+from flashtile.problem import AttentionProblem, Operands
+from flashtile.reference import fa1, fa2, naive
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+
+
+def attempt(name, folder, *replacements):
+    """The outcome of a solution in which some text was replaced."""
+    text = (SOLUTIONS / f"{name}.py").read_text()
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new)
+    (folder / f"{name}.py").write_text(text)
+    return check(find(name), folder)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_solution_passes_and_the_stub_does_not(name, tmp_path):
+    exercise = EXERCISES[name]
+    assert check(exercise, tmp_path).status == "new"
+    path = begin(exercise, tmp_path)
+    assert check(exercise, tmp_path).status in ("todo", "wrong")
+    shutil.copy(SOLUTIONS / path.name, path)
+    outcome = check(exercise, tmp_path)
+    assert outcome.status == "done", outcome.words
+
+
+def test_every_level_has_exercises():
+    assert {exercise.level for exercise in EXERCISES.values()} == set(LEVELS)
+    stubs = importlib.util.find_spec("flashtile.learn.stubs").submodule_search_locations[0]
+    assert {path.stem for path in Path(stubs).glob("[!_]*.py")} == set(EXERCISES)
+    assert {path.stem for path in SOLUTIONS.glob("*.py")} == set(EXERCISES)
+
+
+@pytest.mark.parametrize(
+    "name, old, new, says",
+    [
+        ("softmax", "row_sum * correction +", "row_sum +", "row_sum"),
+        ("softmax", "torch.where(new_max == -torch.inf, 0.0, new_max)", "new_max", "all hidden"),
+        ("softmax", "correction = torch.exp(row_max - pivot)", "correction = torch.ones_like(row_max)", "scores in"),
+        ("forward", "tile_m=64, tile_n=64):\n", "tile_m=64, tile_n=64):\n    tile_n = k.shape[0]\n", "never exist together"),
+        ("forward", "acc * correction[:, None] +", "acc +", "out["),
+        ("causal", "cols > rows[:, None] + shift", "cols > rows[:, None]", "40 queries, 100 keys"),
+        # the seed's: hides what is before the query instead of what is after it
+        ("causal", "cols > rows[:, None] + shift", "rows[:, None] + shift > cols", "96 queries"),
+        ("causal", "stop = min(seqlen_k, int(rows[-1]) + shift + 1)", "stop = seqlen_k", "Skip the tiles"),
+        ("dropout", "p.sum(1)", "(p * keep(cols)).sum(1)", "without dropout"),
+        ("dropout", "row_sum * (1 - dropout_p)", "row_sum", "dropout_p 0.5"),
+        ("tile", '"tile_m": 128', '"tile_m": 256', "KiB of shared memory"),
+        ("tile", '"num_warps": 8', '"num_warps": 2', "registers"),
+        ("bound", "2 * batch * seqlen_k * heads_kv", "2 * batch * seqlen_k * heads", "bytes_moved"),
+        ("bound", "compute >= memory", "compute <= memory", "expected compute"),
+        ("combine", "lse_max + total.log()", "total.log()", "pieces of 10, 54, 32 and 0 keys: lse[0]"),
+        ("combine", "torch.where(total == 0, 1.0, total)", "total", "without a visible key"),
+        ("mla", "    return", '    torch.einsum("sr,hrd->hsd", c, w_k)\n    return', "Multiply the query"),
+    ],
+)  # fmt: skip
+def test_a_check_sees_a_mistake_and_names_it(name, old, new, says, tmp_path):
+    outcome = attempt(name, tmp_path, (old, new))
+    assert outcome.status == "wrong"
+    assert says in outcome.words
+
+
+def test_the_planted_bug_is_right_where_its_text_says_so(tmp_path):
+    begin(find("bug"), tmp_path)
+    words = check(find("bug"), tmp_path).words
+    assert words.startswith("wrong for 100 keys") and "65 keys" in words and "128 keys" not in words
+
+
+def test_a_learners_own_error_has_its_line(tmp_path):
+    (tmp_path / "softmax.py").write_text("def update(row_max, row_sum, scores):\n    return scores.nonsense\n")
+    outcome = check(find("softmax"), tmp_path)
+    assert outcome.status == "wrong" and outcome.words.startswith("softmax.py, line 2: AttributeError")
+
+
+def test_the_command_begins_checks_and_marks(tmp_path, capsys):
+    folder = str(tmp_path / "mine")
+    assert cli.main(["learn", "combine", "--dir", folder]) == 0
+    assert "flashtile learn combine" in capsys.readouterr().out
+    assert cli.main(["learn", "combine", "--dir", folder]) == 3
+    assert "not written yet" in capsys.readouterr().err
+    shutil.copy(SOLUTIONS / "combine.py", folder)
+    assert cli.main(["learn", "combine", "--dir", folder]) == 0
+    assert cli.main(["learn", "--dir", folder]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 9 done" in out and "beginner" in out
+    assert cli.main(["learn", "nothing", "--dir", folder]) == 2
+    assert "softmax" in capsys.readouterr().err
+
+
+def test_no_warning_where_numpy_is_not_installed(tmp_path):
+    shutil.copy(SOLUTIONS / "forward.py", tmp_path)
+    words = ["learn", "--dir", str(tmp_path)]
+    code = f"import sys; sys.modules['numpy'] = None; from flashtile import cli; cli.main({words})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOLUTIONS.parents[1])
+    assert "1 of 9 done" in run.stdout and run.stderr == ""
+
+
+def test_begin_leaves_work_alone(tmp_path):
+    (tmp_path / "softmax.py").write_text("mine")
+    assert begin(find("softmax"), tmp_path).read_text() == "mine"
+
+
+def test_counters_agree_with_arithmetic():
+    """One head, 512 x 512, tiles of 64, head dim 64, bf16."""
+    n, tile, dim = 512, 64, 64
+    operands = Operands(*(torch.randn(1, n, 1, dim, dtype=torch.bfloat16) for _ in range(3)))
+    problem = AttentionProblem.from_tensors(operands)
+    one, steps, row = n * dim * 2, n // tile, n * 4
+    # 64 KiB hold the tiles of two steps, not all of k and v
+    counted = {m: count(m.forward, operands, problem, tile, tile, on_chip_bytes=64 * 1024)[0] for m in (fa1, fa2)}
+    for counts in counted.values():
+        assert counts.flops == problem.flops()
+        assert counts.exps == n * n + n * steps
+        assert counts.largest == tile * tile
+    # k, v once; q, fp32 out and the state of each row once a tile of keys
+    assert counted[fa1].read == 2 * one + steps * (one + 2 * one + 2 * row)
+    assert counted[fa1].written == steps * (2 * one + 2 * row)
+    # q once, k and v once a tile of queries; out and lse once
+    assert counted[fa2].read == one + steps * 2 * one
+    assert counted[fa2].written == one + row
+    assert counted[fa2].pointwise < counted[fa1].pointwise
+    unfused, _ = count(naive.forward, operands, problem, fused=False)
+    assert unfused.flops == problem.flops() and unfused.largest >= n * n
+    assert unfused.bytes > 10 * counted[fa2].bytes
