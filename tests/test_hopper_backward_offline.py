@@ -18,10 +18,19 @@ import torch
 
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
-# causal ones at most one word inside of it; a softcap needs a second copy of p.
-SPILLS = {"plain": 80, "causal": 144, "features": 480}
+# causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (304,
+# but 1640 with Triton 3.8 at head dim 64).
+SPILLS = {"plain": 80, "causal": 144, "packed": 144, "dropout": 1664, "features": 480}
+OPTIONS = {
+    "plain": {},
+    "causal": {"window": (None, 0)},
+    "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
+    "dropout": {"window": (None, 0), "dropout_p": 0.1},
+    "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
+}
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
-         (192, 128, "causal"), (128, 128, "features"), (256, 256, "features")]  # fmt: skip
+         (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (128, 128, "packed"), (256, 256, "packed"),
+         (64, 64, "dropout"), (256, 256, "dropout")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -40,20 +49,22 @@ def _compile(call):
     dim, dim_v, name = call
     features = name == "features"
     heads_kv = 2 if features else 4
+    packed = name == "packed"
     # 1000 keys: the last tile is not whole
-    q, k, v, out = (torch.empty(1, 1000, heads, d, dtype=torch.bfloat16, device="meta")
+    q, k, v, out = (torch.empty(*([] if packed else [1]), 1000, heads, d, dtype=torch.bfloat16, device="meta")
                     for heads, d in ((4, dim), (heads_kv, dim), (heads_kv, dim_v), (4, dim_v)))  # fmt: skip
     problem = AttentionProblem(
         batch=1, seqlen_q=1000, seqlen_k=1000, num_heads=4, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
-        dtype=torch.bfloat16, window=(200, 100) if features else (None, 0 if name == "causal" else None), softmax_scale=0.1,
-        softcap=20.0 if features else 0.0, has_alibi=features,
+        dtype=torch.bfloat16, softmax_scale=0.1, **OPTIONS[name],
     )  # fmt: skip
     slopes = torch.empty(4, device="meta") if features else None
-    lse = torch.empty(1, 4, 1000, device="meta")
+    lse = torch.empty(problem.lse_shape, device="meta")
+    cu_seqlens = torch.empty(2, dtype=torch.int32, device="meta") if packed else None
+    rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     device = hardware.by_name("H200")
     assert backward_config.refuses(problem, device) is None
     with offline.launches(90, sass=True, ptxas=True) as reports:
-        operands = Operands(q, k, v, alibi_slopes=slopes)
+        operands = Operands(q, k, v, cu_seqlens, cu_seqlens, alibi_slopes=slopes, rng_state=rng_state)
         backward.launch(problem, backward_config.configs(problem, device), operands, out, lse, out, lse)
     return [{"call": f"{r.kernel} d{dim} dv{dim_v} {name}", "options": name, **asdict(r)} for r in reports]
 

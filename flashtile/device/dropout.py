@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device.compat import gl, gluon
+
 ROUNDS = tl.constexpr(7)
 
 
@@ -59,10 +61,27 @@ def keep_tile(row_begin, col_begin, stream, dropout, TILE_M: tl.constexpr, TILE_
 def _keep_tile(row_begin, col_begin, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     rows = row_begin + tl.arange(0, TILE_M)
     groups = col_begin // 4 + tl.arange(0, TILE_N // 4)
-    words = tl.philox(stream.seed, rows[:, None], groups[None, :], stream.head_id, stream.offset, ROUNDS)
+    kept = _keep_words(rows[:, None], groups[None, :], stream, dropout)
+    return kept.reshape(TILE_M, TILE_N) != 0
+
+
+@triton.jit
+def _keep_words(rows, groups, stream, dropout):
+    """int8 (..., 2, 2), 0 where dropped, for rows and groups of four columns that broadcast: word = 2 * third + last index."""
+    words = tl.philox(stream.seed, rows, groups, stream.head_id, stream.offset, ROUNDS)
     threshold = dropout.threshold.to(tl.uint32)
     kept_0, kept_1 = (words[0] >= threshold).to(tl.int8), (words[1] >= threshold).to(tl.int8)
     kept_2, kept_3 = (words[2] >= threshold).to(tl.int8), (words[3] >= threshold).to(tl.int8)
-    # (TILE_M, TILE_N / 4, 2, 2): word = 2 * third index + last index
-    kept = tl.join(tl.join(kept_0, kept_2), tl.join(kept_1, kept_3))
-    return kept.reshape(TILE_M, TILE_N) != 0
+    return tl.join(tl.join(kept_0, kept_2), tl.join(kept_1, kept_3))
+
+
+@gluon.jit
+def keep_transposed(row_begin, col_begin, stream, dropout, TILE_M: gl.constexpr, TILE_N: gl.constexpr, layout: gl.constexpr):
+    """`keep_tile` for Gluon, with keys first: (TILE_N, TILE_M), in a layout of 4 warps. Needs dropout."""
+    words_layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    rows = row_begin + gl.arange(0, TILE_M, gl.SliceLayout(0, words_layout))
+    groups = col_begin // 4 + gl.arange(0, TILE_N // 4, gl.SliceLayout(1, words_layout))
+    kept = _keep_words(rows[None, :], groups[:, None], stream, dropout)
+    # (TILE_N / 4, TILE_M, 2, 2), then words beside their group
+    kept = gl.permute(kept, (0, 2, 3, 1)).reshape([TILE_N, TILE_M])
+    return gl.convert_layout(kept, layout) != 0

@@ -50,8 +50,12 @@ def compile_jobs(problem, configs, operands, direction) -> list:
     """Functions that each compile one kernel, and run it once on memory of no meaning."""
     from functools import partial
 
-    if direction != "forward":
-        return []
+    if direction == "backward":
+        from flashtile.hopper import arguments, backward
+
+        # Its kernels in a row: one clears the counters that the next one needs.
+        dout, lse = arguments.allocate_forward(problem, operands)
+        return [partial(backward.launch, problem, configs, operands, dout, lse, dout, None)]
     from flashtile.hopper import forward
 
     return [partial(forward.launch, problem, configs["forward"], operands)]

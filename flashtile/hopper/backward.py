@@ -6,9 +6,18 @@
     after    dk = scale * dk (in main),  dq = scale * dq_sum                                    one pass, fp32 to the dtype
 
 A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores
-are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it through the TMA unit, in the order of arrival,
-so dq may differ in its last bits from run to run; dk, dv and dsinks do not. neg_lse and neg_delta are not subtracted: the
-products start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an addition an element.
+are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it through the TMA unit. neg_lse and neg_delta are
+not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an
+addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the kernel before
+clears.
+
+dk, dv and dsinks have the same bits in every run. dq is summed in the order of arrival, and may differ in its last bits; with
+deterministic=True each tile of dq_sum has a count of what was added, and a program waits until it is its turn. Turns go in the
+order in which programs take tiles, so that who is waited for runs or has run: see heads_in_groups.
+
+Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
+that end where a sequence ends (`arguments.packed_descriptor`), also for what is added to dq_sum; row statistics padded, see
+padded_start. Under dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
 
 Partitions of 16 warps, BY_ROWS (head dims to 128: 128 keys), between them only barriers on buffers:
 
@@ -26,24 +35,29 @@ and for larger head dims (64 keys), where one partition cannot hold dk and dv:
 
 Limit: the shared-memory pipe, 86% busy at head dim 128 (tensor cores 69%): a 64 x 128 step is 2560 tensor cycles and 3200
 wavefronts. Hence nothing is read twice that registers can hold, and dq pays most (512 + 512 of the wavefronts). At 16384
-tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth; a tile of keys costs
-some 5 us beside its steps, of which a program that takes one tile after the other saves a part.
+tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth: at 512 tokens a quarter
+of the whole.
 
-Measured while it was written, and not yet recorded under benchmarks/results (H200, torch 2.11, cuDNN 9.19, Triton 3.6; 16384
-tokens, 2048 / head_dim heads, bf16, random data; do_bench, medians; the whole backward with both small kernels), TFLOP/s and
-the ratio to cuDNN in the same run:
+Measured while it was written, not yet recorded under benchmarks/results (H200, torch 2.11, cuDNN 9.19, Triton 3.6; 16384
+tokens, 2048 / head_dim heads, bf16, random data; do_bench, medians of three rounds, interleaved; the whole backward with both
+small kernels), TFLOP/s, the ratio to cuDNN in the same run, and in brackets deterministic=True over the free order:
 
-    head dim            512 full      512 causal    4096 full     4096 causal
-    64                  334 (1.22)    194 (1.17)    503 (1.20)    432 (1.18)
-    128                 379 (1.12)    228 (1.08)    562 (1.11)    489 (1.12)
-    256                 288 (1.22)    200 (1.12)    431 (1.20)    415 (1.15)
+    head dim      512 full          512 causal        4096 full         4096 causal       16384 full        16384 causal
+    64            337 1.24 (0.90)   199 1.19 (0.95)   509 1.23 (0.90)   451 1.27 (0.96)   506 1.15 (0.96)   506 1.20 (0.96)
+    128           386 1.16 (0.94)   234 1.10 (0.96)   566 1.10 (0.91)   511 1.15 (0.89)   572 1.08 (0.94)   548 1.05 (0.93)
+    256           295 1.25 (0.95)   200 1.12 (0.95)   428 1.15 (0.83)   425 1.21 (0.69)   449 1.28 (0.95)   452 1.21 (0.71)
 
-    Causal 128 and 256: this kernel before its programs could take several tiles, which they do not do there, in that run.
+    Of the 36 cells with 512 to 16384 tokens the lowest is 1.05, the geometric mean 1.17 (by head dim 1.22, 1.11, 1.20). Causal
+    256 had twice as many heads side by side as `heads_in_groups` gives it now: in a second pass of that run the free order was
+    as fast with both, deterministic=True 1.2 times as fast at 4096 tokens with those of now, 1.06 times at 16384.
 
-Tried, without a gain: programs that take several tiles in a fixed order, every other turn backwards, causal: 128 at 512 tokens
-201 against 228, 256 at 4096 261 against 415, where the tiles of one group of heads are about as many as there are programs;
-programs in order of heads or of tiles, see heads_side_by_side. What the tiles and partitions were chosen among is in
-backward_config.py.
+What helped, in one run each, against programs with a fixed list of tiles: the counter, and dk and dv that leave through the
+buffers of dscores, so that k and v of the next tile come under it: 2 to 13% at head dim 64, 2 to 6% at 128, causal most. What
+did not: dscores as register operand of dk (ptxas serialises: C7512); dq in 128 columns at once with 192 or 200 registers
+for the others (the same, and spills); a fixed list of tiles, every other turn backwards, causal, head dim 256 at 4096 tokens:
+261 against 415. A count of dq signalled with release semantics: deterministic=True was 0.77 to 0.92 of the free order at head
+dim 128, against 0.88 to 0.96 with a relaxed one, which comes after the wait for the additions all the same.
+What the tiles and partitions were chosen among is in backward_config.py.
 Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
 
 Refused: see backward_config.py.
@@ -56,7 +70,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.device import masks, scores
+from flashtile.device import dropout as dropouts
+from flashtile.device import masks, schedule, scores
 from flashtile.device.compat import (
     TensorDescriptor,
     fence_async_shared,
@@ -64,6 +79,7 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
+    rebased,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -71,22 +87,32 @@ from flashtile.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.device.lengths import Lengths
+from flashtile.device.dropout import Dropout, RandomStream
+from flashtile.device.launch import Relaunch, Remembered
+from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
+from flashtile.device.schedule import Order
 from flashtile.device.scores import ScoreParams
 from flashtile.device.tensors import Rows, head_ptr, load_tile
 from flashtile.gradients import sinks_gradient
+from flashtile.hopper import arguments
 from flashtile.tiles import padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
 LOAD_REGISTERS = gl.constexpr(24)
 # Rows of the row statistics are padded to this, so that a tile of them is always whole.
-ROW_MULTIPLE = 128
+ROW_MULTIPLE = tl.constexpr(128)
+# Rows of a packed tensor as its TMA descriptor sees it.
+PACKED_ROWS = gl.constexpr(arguments.PACKED_ROWS)
+# batch, kv_head, col_begin, begin, full_begin, full_end, end, and of packed calls start_q, start_k, seqlen_q, seqlen_k
+WALK_WORDS = gl.constexpr(12)
+WALK_SLOTS = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
-    """Shared memory. q, dout, neg_lse, neg_delta, dscores, p and dq have a slot per stage; k, v and dscores one per half."""
+    """Shared memory. q, dout, neg_lse, neg_delta, dscores, p and dq have a slot per stage; k and v one per half; dscores is a
+    tuple of one per half; walk has slots of WALK_WORDS."""
 
     q: Any
     dout: Any
@@ -97,6 +123,7 @@ class Buffers(NamedTuple):
     dscores: Any
     p: Any
     dq: Any
+    walk: Any
 
 
 class Barriers(NamedTuple):
@@ -117,24 +144,15 @@ class Barriers(NamedTuple):
     v_done: Any
     k_free: Any
     v_free: Any
-
-
-class Work(NamedTuple):
-    """All tiles of keys of a call, and in which order the programs take them (see _walk)."""
-
-    num_tiles: Any
-    num_heads_kv: Any
-    batch_heads: Any
-    heads_side_by_side: Any
+    walk_ready: Any
+    walk_free: Any
 
 
 class Walk(NamedTuple):
-    """The steps of one tile of keys: query tiles [begin, end) of each head of the group.
+    """The steps of one tile of keys: query tiles [begin, end) of each head of the group; an end of 0 says there is no tile.
 
-    Steps are counted through, over all tiles of a program, since the rings of buffers go on. Loops over them start at 0 all the
-    same: Triton 3.6 loses a number that an outer loop carries if it is used in the bounds of an inner one alone.
-
-    In tiles [full_begin, full_end) no key is hidden.
+    Steps are counted through, over all tiles of a program, since the rings of buffers go on. In tiles [full_begin, full_end)
+    no key is hidden.
     """
 
     batch: Any
@@ -144,44 +162,87 @@ class Walk(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
-    num_steps: Any
+    # where the order of the sum of dq is fixed: whether the last tiles of keys come first
+    falling: Any
 
 
 @gluon.jit
-def _num_rounds(work):
-    """Tiles of keys of this program."""
-    num_units = work.num_tiles * work.batch_heads
-    whole = num_units // gl.num_programs(0)
-    return whole + (_unit(whole) < num_units).to(gl.int32)
-
-
-@gluon.jit
-def _unit(turn):
-    """The program's tile in a turn; every other turn goes backwards, so that all get as many long ones as short ones."""
-    num_programs = gl.num_programs(0)
-    place = gl.where(turn % 2 == 0, gl.program_id(0), num_programs - 1 - gl.program_id(0))
-    return turn * num_programs + place
-
-
-@gluon.jit
-def _walk(turn, work, lengths, window, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """Of heads_side_by_side heads the first key tiles come first, then their second ones: causal ones are longest first, and
-    what these heads read and sum stays in L2.
-    """
-    unit = _unit(turn)
-    units_side_by_side = work.num_tiles * work.heads_side_by_side
-    group = unit // units_side_by_side
-    first_head = group * work.heads_side_by_side
-    width = gl.minimum(work.heads_side_by_side, work.batch_heads - first_head)
-    within = unit - group * units_side_by_side
-    col_begin = within // width * TILE_N
-    batch_head = first_head + within % width
+def _walk(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+          DETERMINISTIC: gl.constexpr):  # fmt: skip
+    """The unit-th tile of keys, and the lengths of its sequence."""
+    if table is None:
+        exists = unit < order.total_heads * order.num_tiles
+        work = schedule.tile_of_unit(unit, order, False)
+    else:
+        exists = unit < order.num_tiles * order.num_heads
+        work, swapped = schedule.packed_tile_of_unit(unit, order, table, DETERMINISTIC and window.right is not None)
+        lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
+    key_tile = work.tile
+    falling = 0
+    if DETERMINISTIC and window.right is not None:
+        if table is None:
+            in_tail = work.batch * order.num_heads + work.head >= order.total_heads - order.tail_heads
+            falling = gl.where(in_tail, 0, 1)
+            key_tile = gl.where(in_tail, key_tile, order.num_tiles - 1 - key_tile)
+        else:
+            falling = 1
+    col_begin = key_tile * TILE_N
     tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
-    # A key that no query sees still walks over one, fully hidden, tile.
-    begin = gl.minimum(tiles.begin, (lengths.seqlen_q - 1) // TILE_M)
-    end = gl.maximum(tiles.end, begin + 1)
-    return Walk(batch_head // work.num_heads_kv, batch_head % work.num_heads_kv, col_begin, begin, tiles.full_begin,
-                tiles.full_end, end, (end - begin) * GROUP_SIZE)  # fmt: skip
+    # Keys that no query sees still walk over one, fully hidden, tile.
+    begin = gl.maximum(gl.minimum(tiles.begin, (lengths.seqlen_q - 1) // TILE_M), 0)
+    end = gl.where(exists, gl.maximum(tiles.end, begin + 1), 0)
+    return Walk(work.batch, work.head, col_begin, begin, tiles.full_begin, tiles.full_end, end, falling), lengths
+
+
+@gluon.jit
+def _publish(buffers, barriers, walk, lengths, turn, PACKED: gl.constexpr):
+    """Tell the other partitions the program's tile of this turn."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = turn % WALK_SLOTS
+    first = slot * WALK_WORDS
+    zero = gl.full([1], 0, gl.int32, layout)
+    mbarrier.wait(barriers.walk_free.index(slot), _phase(turn, WALK_SLOTS) ^ 1)
+    buffers.walk.index(first).store(zero + walk.batch)
+    buffers.walk.index(first + 1).store(zero + walk.kv_head)
+    buffers.walk.index(first + 2).store(zero + walk.col_begin)
+    buffers.walk.index(first + 3).store(zero + walk.begin)
+    buffers.walk.index(first + 4).store(zero + walk.full_begin)
+    buffers.walk.index(first + 5).store(zero + walk.full_end)
+    buffers.walk.index(first + 6).store(zero + walk.end)
+    buffers.walk.index(first + 11).store(zero + walk.falling)
+    if PACKED:
+        buffers.walk.index(first + 7).store(zero + lengths.start_q)
+        buffers.walk.index(first + 8).store(zero + lengths.start_k)
+        buffers.walk.index(first + 9).store(zero + lengths.seqlen_q)
+        buffers.walk.index(first + 10).store(zero + lengths.seqlen_k)
+    mbarrier.arrive(barriers.walk_ready.index(slot), count=1)
+
+
+@gluon.jit
+def _word(buffers, number):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(buffers.walk.index(number).load(layout), 0)
+
+
+@gluon.jit
+def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
+    """The program's tile of this turn, and the lengths of its sequence."""
+    slot = turn % WALK_SLOTS
+    first = slot * WALK_WORDS
+    mbarrier.wait(barriers.walk_ready.index(slot), _phase(turn, WALK_SLOTS))
+    walk = Walk(_word(buffers, first), _word(buffers, first + 1), _word(buffers, first + 2), _word(buffers, first + 3),
+                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6),
+                _word(buffers, first + 11))  # fmt: skip
+    if PACKED:
+        lengths = Lengths(_word(buffers, first + 7), _word(buffers, first + 8), _word(buffers, first + 9),
+                          _word(buffers, first + 10))  # fmt: skip
+    mbarrier.arrive(barriers.walk_free.index(slot), count=1)
+    return walk, lengths
+
+
+@gluon.jit
+def _num_steps(walk, GROUP_SIZE: gl.constexpr):
+    return (walk.end - walk.begin) * GROUP_SIZE
 
 
 @gluon.jit
@@ -206,53 +267,96 @@ def _phase(step, NUM_STAGES: gl.constexpr):
     return (step // NUM_STAGES) & 1
 
 
+@triton.jit
+def padded_start(start, batch):
+    """First row of a packed sequence among the row statistics, where each has a multiple of ROW_MULTIPLE rows, and some."""
+    return (start + batch * ROW_MULTIPLE) // ROW_MULTIPLE * ROW_MULTIPLE
+
+
+@gluon.jit
+def _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED: gl.constexpr):
+    """Row of the row statistics where a sequence of a head begins."""
+    if PACKED:
+        return head * padded_rows + padded_start(lengths.start_q, walk.batch)
+    else:
+        return (walk.batch * num_heads + head) * padded_rows
+
+
 # ---- loads ----
 
 
 @gluon.jit
-def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, tile, head, num_heads, padded_rows, step,
-               TILE_M: gl.constexpr, NUM_STAGES: gl.constexpr):  # fmt: skip
+def _load_tile(desc, smem, ready, batch, head, start, length, row, PACKED: gl.constexpr):
+    """Rows of one head of one sequence; see `arguments.packed_descriptor`."""
+    if PACKED:
+        tma_load(desc, [PACKED_ROWS, start + length, head, PACKED_ROWS - length + row, 0], ready, smem)
+    else:
+        tma_load(desc, [batch, head, row, 0], ready, smem)
+
+
+@gluon.jit
+def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile, head, num_heads, padded_rows, step,
+               TILE_M: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """One tile of q or dout and its row statistic."""
     slot = step % NUM_STAGES
     mbarrier.wait(free.index(slot), _phase(step, NUM_STAGES) ^ 1)
     mbarrier.expect(ready.index(slot), desc.block_type.nbytes + row_desc.block_type.nbytes)
-    tma_load(desc, [walk.batch, head, tile * TILE_M, 0], ready.index(slot), smem.index(slot))
-    row = (walk.batch * num_heads + head) * padded_rows + tile * TILE_M
-    tma_load(row_desc, [row], ready.index(slot), row_smem.index(slot))
+    row = tile * TILE_M
+    _load_tile(desc, smem.index(slot), ready.index(slot), walk.batch, head, lengths.start_q, lengths.seqlen_q, row, PACKED)
+    stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED)
+    tma_load(row_desc, [stats_row + row], ready.index(slot), row_smem.index(slot))
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, walk, turn, HALVES: gl.constexpr):
+def _load_keys(desc, smem, ready, free, walk, lengths, turn, HALVES: gl.constexpr, PACKED: gl.constexpr):
     """The tile of k or v."""
     mbarrier.wait(free.index(0), (turn & 1) ^ 1)
     mbarrier.expect(ready.index(0), HALVES * desc.block_type.nbytes)
     for half in gl.static_range(HALVES):
-        row = walk.col_begin + HALF_N * half
-        tma_load(desc, [walk.batch, walk.kv_head, row, 0], ready.index(0), smem.index(half))
+        _load_tile(desc, smem.index(half), ready.index(0), walk.batch, walk.kv_head, lengths.start_k, lengths.seqlen_k,
+                   walk.col_begin + HALF_N * half, PACKED)  # fmt: skip
+
+
+@gluon.jit
+def _next_unit(counter):
+    """Ask the counter for the number of the next tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, layout)
+    one = gl.full([32], 1, gl.int32, layout)
+    # As a tensor: a scalar atomic goes through shared memory. Relaxed: nothing but the number itself is exchanged.
+    numbers = gl.atomic_add(counter + lanes * 0, one, mask=lanes == 0, sem="relaxed")
+    return gl.num_programs(0) + gl.max(gl.where(lanes == 0, numbers, 0), 0)
 
 
 @gluon.jit
 def _load(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, work, lengths, window, padded_rows,
-    GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
+    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    num_heads = work.num_heads_kv * GROUP_SIZE
+    PACKED: gl.constexpr = table is not None
+    TILE_N: gl.constexpr = HALVES * HALF_N
+    turn = 0
     first = 0
-    for turn in range(0, _num_rounds(work)):
-        walk = _walk(turn, work, lengths, window, GROUP_SIZE, TILE_M, HALVES * HALF_N)
+    walk, lengths = _walk(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N, DETERMINISTIC)
+    _publish(buffers, barriers, walk, lengths, turn, PACKED)
+    while walk.end > 0:
         tile, head = _first_step(walk, GROUP_SIZE)
-        for i in range(0, walk.num_steps):
+        for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
-            _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, tile, head,
-                       num_heads, padded_rows, step, TILE_M, Q_STAGES)  # fmt: skip
+            _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
+                       head, num_heads, padded_rows, step, TILE_M, Q_STAGES, PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, turn, HALVES)
+                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, HALVES, PACKED)
             _load_rows(dout_desc, neg_delta_desc, buffers.dout, buffers.neg_delta, barriers.dout_ready, barriers.dout_free,
-                       walk, tile, head, num_heads, padded_rows, step, TILE_M, DOUT_STAGES)  # fmt: skip
+                       walk, lengths, tile, head, num_heads, padded_rows, step, TILE_M, DOUT_STAGES, PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, turn, HALVES)
+                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, HALVES, PACKED)
             tile, head = _next_step(tile, head, walk, GROUP_SIZE)
-        first += walk.num_steps
+        first += _num_steps(walk, GROUP_SIZE)
+        turn += 1
+        walk, lengths = _walk(_next_unit(counter), order, table, lengths, window, TILE_M, TILE_N, DETERMINISTIC)
+        _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
 # ---- one tile of scores ----
@@ -275,9 +379,12 @@ def _start_scores(row_smem, zeros, score_params, layout: gl.constexpr):
 
 
 @gluon.jit
-def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window, score_params, TILE_M: gl.constexpr,
-             RAGGED_N: gl.constexpr, dtype: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """p (HALF_N, TILE_M), and p times what a softcap does to a gradient; both in dtype."""
+def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window, score_params, stream, dropout, num_heads,
+             TILE_M: gl.constexpr, RAGGED_N: gl.constexpr, dtype: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """p (HALF_N, TILE_M), and p times what a softcap does to a gradient; both in dtype.
+
+    Under dropout p is 0 where it is dropped, and the other negative.
+    """
     rows = tile * TILE_M + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
     cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
     slope = scores.load_slope(score_params, walk.batch, head)
@@ -295,11 +402,14 @@ def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window,
             cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
             x = gl.where(masks.visible(rows[None, :], cols[:, None], lengths, window), x, NEG_INF)
     p = gl.exp2(x)
-    if score_params.softcap is None:
-        p = p.to(dtype)
-        return p, p
-    else:
-        return p.to(dtype), scores.through_softcap(p, raw_scores, score_params).to(dtype)
+    p_grad = scores.through_softcap(p, raw_scores, score_params).to(dtype)
+    p = p.to(dtype)
+    if dropout.rng_state is not None:
+        stream = RandomStream(stream.seed, (walk.batch * num_heads + head).to(gl.uint32), stream.offset)
+        kept = dropouts.keep_transposed(tile * TILE_M, first_col, stream, dropout, TILE_M, HALF_N, layout)
+        p = gl.where(kept, p, 0.0)
+        p_grad = gl.where(kept, p_grad, -p_grad)
+    return p, p_grad
 
 
 @gluon.jit
@@ -334,34 +444,119 @@ def _pin(p):
 
 
 @gluon.jit
-def _pinned(p, p_grad, score_params):
+def _pinned(p, p_grad, score_params, dropout):
     p = _pin(p)
-    if score_params.softcap is None:
+    if dropout.rng_state is not None:
+        return p, p_grad
+    elif score_params.softcap is None:
         return p, p
     else:
         return p, _pin(p_grad)
 
 
 @gluon.jit
-def _store_keys(desc, smem, tile, walk, row, DIM: gl.constexpr):
-    """A finished (HALF_N, DIM) tile of dk or dv, through the buffer of k or v; TMA leaves out rows past the length."""
+def _start_dp(row_smem, zeros, dropout, layout: gl.constexpr):
+    """As _start; dropout scales dp alone, so there `_dscores` adds the row's number."""
+    if dropout.rng_state is None:
+        return _start(row_smem, zeros, layout)
+    else:
+        return zeros
+
+
+@gluon.jit
+def _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout: gl.constexpr, TILE_M: gl.constexpr,
+              BLOCK_DV: gl.constexpr, DOUT_STAGES: gl.constexpr):  # fmt: skip
+    """Start dp of a step, of the slot step % DOUT_STAGES; returns it, and dout and neg_delta in shared memory."""
+    mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
+    dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
+    neg_delta = buffers.neg_delta.index(slot)
+    dp_acc = warpgroup_mma(v, dout.permute((1, 0)), _start_dp(neg_delta, zeros, dropout, layout), is_async=True)
+    return dp_acc, dout, neg_delta
+
+
+@gluon.jit
+def _dscores(p_grad, dp, row_smem, dropout, layout: gl.constexpr):
+    """p times the gradient of p, which started from neg_delta."""
+    p = _to_fp32(p_grad)
+    if dropout.rng_state is None:
+        dscores = p * dp
+    else:
+        neg_delta = row_smem.load(gl.SliceLayout(0, layout))[None, :]
+        dscores = gl.where(p > 0, p * (dp * dropout.keep_scale + neg_delta), -p * neg_delta)
+    return dscores.to(p_grad.dtype)
+
+
+@gluon.jit
+def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED: gl.constexpr):
+    """A finished (HALF_N, DIM) tile of dk or dv, through shared memory; TMA leaves out rows past the length."""
     smem.reshape([HALF_N, DIM]).store(tile.to(smem.dtype))
     fence_async_shared()
     partition_barrier()
-    tma_store(desc, [walk.batch, walk.kv_head, row, 0], smem)
+    if PACKED:
+        end = lengths.start_k + lengths.seqlen_k
+        tma_store(desc, [PACKED_ROWS, end, walk.kv_head, PACKED_ROWS - lengths.seqlen_k + row, 0], smem)
+    else:
+        tma_store(desc, [walk.batch, walk.kv_head, row, 0], smem)
 
 
 # ---- dq, for both splits ----
 
 
 @gluon.jit
+def _count(semaphore):
+    """What a semaphore stands at."""
+    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32,
+                                     is_pure=False, pack=1)  # fmt: skip
+
+
+_SIGNAL_ASM = gl.constexpr(tuple(
+    "{ .reg .pred p; .reg .b32 t; elect.sync _|p, 0xffffffff; mov.u32 t, %tid.x; setp.lt.and.u32 p, t, 32, p; "
+    f"cp.async.bulk.wait_group {pending}; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }}"
+    for pending in range(3)
+))  # fmt: skip
+
+
+@gluon.jit
+def _signal(semaphore, PENDING: gl.constexpr):
+    """Count a tile of dq as added, when all but the last PENDING pieces are in memory.
+
+    By the thread that issues TMA operations, of the first warp of the first partition: it alone can wait for them.
+    """
+    gl.inline_asm_elementwise(_SIGNAL_ASM[PENDING], "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _rank(walk, lengths, window, tile, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """(whether keys of this walk are seen by a query tile, how many tiles of keys add to its dq before)."""
+    keys = masks.key_range(tile * TILE_M, lengths, window, TILE_M, TILE_N)
+    mine = walk.col_begin // TILE_N
+    seen = (mine >= keys.begin) & (mine < keys.end)
+    return seen, gl.where(walk.falling > 0, keys.end - 1 - mine, mine - keys.begin)
+
+
+@gluon.jit
+def _add_tile(dq_desc, walk, lengths, head, row, col, smem, PACKED: gl.constexpr):
+    if PACKED:
+        end = lengths.start_q + lengths.seqlen_q
+        tma_reduce_add(dq_desc, [PACKED_ROWS, end, head, PACKED_ROWS - lengths.seqlen_q + row, col], smem)
+    else:
+        tma_reduce_add(dq_desc, [walk.batch, head, row, col], smem)
+
+
+@gluon.jit
 def _add_dq(
-    dq_desc, buffers, barriers, walk, tile, head, step, zeros, TILE_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr, DQ_STAGES: gl.constexpr,
+    dq_desc, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile, head, step, zeros,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr,
+    DQ_COLUMNS: gl.constexpr, DQ_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of DQ_COLUMNS columns."""
+    """One step of dq_sum += dscoresᵀ k, in pieces of DQ_COLUMNS columns.
+
+    In a fixed order it takes its turn at the tile's counter, and returns it: `last`, to be counted on when all pieces are in
+    memory, which is under the product of the next step.
+    """
     PIECES: gl.constexpr = BLOCK_D // DQ_COLUMNS
     slot = step % DSCORES_STAGES
+    row = tile * TILE_M
     for piece in gl.static_range(PIECES):
         dq_acc = zeros
         for half in gl.static_range(HALVES):
@@ -370,37 +565,65 @@ def _add_dq(
             k = buffers.k.index(half).reshape([HALF_N, BLOCK_D])
             if PIECES > 1:
                 k = k.slice(piece * DQ_COLUMNS, DQ_COLUMNS, dim=1)
-            dscores = buffers.dscores.index(HALVES * slot + half).permute((1, 0))
+            dscores = buffers.dscores[half].index(slot).permute((1, 0))
             dq_acc = warpgroup_mma(dscores, k, dq_acc, use_acc=half > 0, is_async=True)
+        if DETERMINISTIC and piece == 0:
+            seen, rank = _rank(walk, lengths, window, tile, TILE_M, HALVES * HALF_N)
+            semaphore = counters + 2 + (_stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + row) // TILE_M
+            semaphore = gl.where(seen, semaphore, counters + 1)
+            rank = gl.where(seen, rank, 0)
+            count = _count(semaphore)
         tma_store_wait(DQ_STAGES - 1)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
+        if DETERMINISTIC and piece == PIECES // 2:
+            _signal(last, piece)
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
         dq_smem = buffers.dq.index((step * PIECES + piece) % DQ_STAGES)
         dq_smem.reshape([TILE_M, DQ_COLUMNS]).store(dq)
         fence_async_shared()
-        partition_barrier()
-        tma_reduce_add(dq_desc, [walk.batch, head, tile * TILE_M, piece * DQ_COLUMNS], dq_smem)
+        if DETERMINISTIC:
+            if piece == 0:
+                while count < rank:
+                    count = _count(semaphore)
+            partition_barrier()
+            if seen:
+                _add_tile(dq_desc, walk, lengths, head, row, piece * DQ_COLUMNS, dq_smem, PACKED)
+        else:
+            partition_barrier()
+            _add_tile(dq_desc, walk, lengths, head, row, piece * DQ_COLUMNS, dq_smem, PACKED)
+    if DETERMINISTIC:
+        return semaphore
+    else:
+        return last
 
 
 @gluon.jit
 def _reduce_dq(
-    dq_desc, buffers, barriers, work, lengths, window, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, BLOCK_D: gl.constexpr,
-    HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr, DQ_STAGES: gl.constexpr,
+    dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr,
+    DQ_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     zeros = gl.zeros([TILE_M, DQ_COLUMNS], gl.float32, layout)
     first = 0
-    for turn in range(0, _num_rounds(work)):
-        walk = _walk(turn, work, lengths, window, GROUP_SIZE, TILE_M, HALVES * HALF_N)
+    turn = 0
+    walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    while walk.end > 0:
         tile, head = _first_step(walk, GROUP_SIZE)
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        for i in range(0, walk.num_steps):
-            _add_dq(dq_desc, buffers, barriers, walk, tile, head, first + i, zeros, TILE_M, BLOCK_D, HALVES, DSCORES_STAGES,
-                    DQ_COLUMNS, DQ_STAGES)  # fmt: skip
+        last = counters + 1
+        for i in range(0, _num_steps(walk, GROUP_SIZE)):
+            last = _add_dq(dq_desc, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile,
+                           head, first + i, zeros, TILE_M, BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED,
+                           DETERMINISTIC)  # fmt: skip
             tile, head = _next_step(tile, head, walk, GROUP_SIZE)
         mbarrier.arrive(barriers.k_done.index(0), count=1)
-        first += walk.num_steps
+        if DETERMINISTIC:
+            _signal(last, 0)
+        first += _num_steps(walk, GROUP_SIZE)
+        turn += 1
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     tma_store_wait(0)
 
 
@@ -409,20 +632,19 @@ def _reduce_dq(
 
 @gluon.jit
 def _second_half(
-    p, p_grad, v, dv, buffers, barriers, step, zeros, layout: gl.constexpr, operand: gl.constexpr, BLOCK_DV: gl.constexpr,
-    TILE_M: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, HALF: gl.constexpr,
+    p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout: gl.constexpr, operand: gl.constexpr,
+    BLOCK_DV: gl.constexpr, TILE_M: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dp and dv together, dscores under dv; returns dv."""
     slot = step % DOUT_STAGES
-    mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
-    dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
-    dp_acc = warpgroup_mma(v, dout.permute((1, 0)), _start(buffers.neg_delta.index(slot), zeros, layout), is_async=True)
+    dp_acc, dout, neg_delta = _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout, TILE_M, BLOCK_DV,
+                                        DOUT_STAGES)  # fmt: skip
     dv_acc = warpgroup_mma(gl.convert_layout(p, operand), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_acc])
-    dscores = (_to_fp32(p_grad) * dp).to(p.dtype)
+    dscores = _dscores(p_grad, dp, neg_delta, dropout, layout)
     dscores_slot = step % DSCORES_STAGES
     mbarrier.wait(barriers.dscores_free.index(dscores_slot), _phase(step, DSCORES_STAGES) ^ 1)
-    buffers.dscores.index(2 * dscores_slot + HALF).store(dscores)
+    buffers.dscores[HALF].index(dscores_slot).store(dscores)
     fence_async_shared()
     mbarrier.arrive(barriers.dscores_ready.index(2 * dscores_slot + HALF), count=1)
     dv = warpgroup_mma_wait(0, deps=[dv_acc])
@@ -432,9 +654,9 @@ def _second_half(
 
 @gluon.jit
 def _compute_rows(
-    dk_desc, dv_desc, buffers, barriers, work, lengths, window, score_params, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, HALF: gl.constexpr,
+    dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
@@ -444,9 +666,15 @@ def _compute_rows(
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(HALF).reshape([HALF_N, BLOCK_D])
     v = buffers.v.index(HALF).reshape([HALF_N, BLOCK_DV])
+    stream = dropouts.load_stream(dropout, num_heads)
+    # dk, and dv if there is room, leave through the slots of dscores
+    ROOM: gl.constexpr = DSCORES_STAGES * TILE_M // BLOCK_D
+    DV_FITS: gl.constexpr = BLOCK_D == BLOCK_DV and ROOM > 1
+    out_smem = buffers.dscores[HALF]._reinterpret(k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
     first = 0
-    for turn in range(0, _num_rounds(work)):
-        walk = _walk(turn, work, lengths, window, GROUP_SIZE, TILE_M, 2 * HALF_N)
+    turn = 0
+    walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    while walk.end > 0:
         first_col = walk.col_begin + HALF * HALF_N
         tile, head = _first_step(walk, GROUP_SIZE)
         dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
@@ -458,13 +686,15 @@ def _compute_rows(
         q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         scores_acc = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+        # What the last tile gave has left
+        tma_store_wait(0)
         raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
-        p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, TILE_M, RAGGED_N,
-                             q.dtype, layout)  # fmt: skip
+        p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream, dropout,
+                             num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
-        dv = _second_half(p, p_grad, v, dv, buffers, barriers, first, zeros, layout, operand, BLOCK_DV, TILE_M, DOUT_STAGES,
-                          DSCORES_STAGES, HALF)  # fmt: skip
-        for i in range(1, walk.num_steps):
+        dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, operand, BLOCK_DV, TILE_M,
+                          DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
+        for i in range(1, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             tile, head = _next_step(tile, head, walk, GROUP_SIZE)
             slot = step % Q_STAGES
@@ -475,35 +705,41 @@ def _compute_rows(
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
             scores_acc = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
             last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
-            last_dscores = buffers.dscores.index(2 * ((step - 1) % DSCORES_STAGES) + HALF)
+            last_dscores = buffers.dscores[HALF].index((step - 1) % DSCORES_STAGES)
             dk_acc = warpgroup_mma(last_dscores, last_q, dk, is_async=True)
             raw_scores = warpgroup_mma_wait(1, deps=[scores_acc])
-            p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, TILE_M,
-                                 RAGGED_N, q.dtype, layout)  # fmt: skip
-            p, p_grad = _pinned(p, p_grad, score_params)
+            p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream,
+                                 dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
+            p, p_grad = _pinned(p, p_grad, score_params, dropout)
             dk = warpgroup_mma_wait(0, deps=[dk_acc])
             mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
-            dv = _second_half(p, p_grad, v, dv, buffers, barriers, step, zeros, layout, operand, BLOCK_DV, TILE_M, DOUT_STAGES,
-                              DSCORES_STAGES, HALF)  # fmt: skip
-        first += walk.num_steps
-        last_slot = (first - 1) % Q_STAGES
-        last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
-        last_dscores = buffers.dscores.index(2 * ((first - 1) % DSCORES_STAGES) + HALF)
+            dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, operand, BLOCK_DV, TILE_M,
+                              DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
+        first += _num_steps(walk, GROUP_SIZE)
+        turn += 1
+        last = first - 1
+        last_q = buffers.q.index(last % Q_STAGES).reshape([TILE_M, BLOCK_D])
+        last_dscores = buffers.dscores[HALF].index(last % DSCORES_STAGES)
         dk_acc = warpgroup_mma(last_dscores, last_q, dk, is_async=True)
-        _store_keys(dv_desc, buffers.v.index(HALF), dv, walk, first_col, BLOCK_DV)
-        dk = warpgroup_mma_wait(0, deps=[dk_acc]) * score_params.scale
-        mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
-        if BLOCK_D == BLOCK_DV:
-            # Through the buffer of v too: k comes first in the next tile, so its buffer should be free first.
-            tma_store_wait(0)
-            _store_keys(dk_desc, buffers.v.index(HALF), dk, walk, first_col, BLOCK_D)
-            tma_store_wait(0)
+        if dropout.rng_state is not None:
+            dv = dv * dropout.keep_scale
+        if DV_FITS:
+            mbarrier.arrive(barriers.v_free.index(0), count=1)
         else:
-            mbarrier.wait(barriers.k_done.index(0), turn & 1)
-            _store_keys(dk_desc, buffers.k.index(HALF), dk, walk, first_col, BLOCK_D)
-            tma_store_wait(0)
-            mbarrier.arrive(barriers.k_free.index(0), count=1)
-        mbarrier.arrive(barriers.v_free.index(0), count=1)
+            _store_keys(dv_desc, buffers.v.index(HALF), dv, walk, lengths, first_col, BLOCK_DV, PACKED)
+        dk = warpgroup_mma_wait(0, deps=[dk_acc]) * score_params.scale
+        mbarrier.arrive(barriers.q_free.index(last % Q_STAGES), count=1)
+        # The partition of dq has read the last dscores, and those before.
+        mbarrier.wait(barriers.dscores_free.index(last % DSCORES_STAGES), _phase(last, DSCORES_STAGES))
+        if DV_FITS:
+            _store_keys(dv_desc, out_smem.index(1), dv, walk, lengths, first_col, BLOCK_DV, PACKED)
+        _store_keys(dk_desc, out_smem.index(0), dk, walk, lengths, first_col, BLOCK_D, PACKED)
+        if not DV_FITS:
+            # dv has left the buffer of v; dk is still under way
+            tma_store_wait(1)
+            mbarrier.arrive(barriers.v_free.index(0), count=1)
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    tma_store_wait(0)
 
 
 # ---- split by product: one partition for p and dv, one for dscores and dk ----
@@ -511,9 +747,9 @@ def _compute_rows(
 
 @gluon.jit
 def _compute_dv(
-    dv_desc, buffers, barriers, work, lengths, window, score_params, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr,
-    RAGGED_N: gl.constexpr,
+    dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     # wider instructions need more registers than ptxas gives a kernel of 16 warps (C7602)
@@ -521,13 +757,15 @@ def _compute_dv(
     operand: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(0).reshape([HALF_N, BLOCK_D])
+    stream = dropouts.load_stream(dropout, num_heads)
     first = 0
-    for turn in range(0, _num_rounds(work)):
-        walk = _walk(turn, work, lengths, window, GROUP_SIZE, TILE_M, HALF_N)
+    turn = 0
+    walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    while walk.end > 0:
         dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
         tile, head = _first_step(walk, GROUP_SIZE)
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        for i in range(0, walk.num_steps):
+        for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
@@ -535,8 +773,8 @@ def _compute_dv(
             neg_lse = buffers.neg_lse.index(slot)
             scores_acc = warpgroup_mma(k, q.permute((1, 0)), _start_scores(neg_lse, zeros, score_params, layout), is_async=True)
             raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
-            p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, TILE_M,
-                                 RAGGED_N, q.dtype, layout)  # fmt: skip
+            p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, stream,
+                                 dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
             mbarrier.arrive(barriers.q_free.index(slot), count=1)
             p_slot = step % P_STAGES
             mbarrier.wait(barriers.p_free.index(p_slot), _phase(step, P_STAGES) ^ 1)
@@ -549,17 +787,22 @@ def _compute_dv(
             dv = warpgroup_mma_wait(0, deps=[dv_acc])
             mbarrier.arrive(barriers.dout_free.index(slot), count=1)
             tile, head = _next_step(tile, head, walk, GROUP_SIZE)
+        if dropout.rng_state is not None:
+            dv = dv * dropout.keep_scale
         mbarrier.wait(barriers.v_done.index(0), turn & 1)
-        _store_keys(dv_desc, buffers.v.index(0), dv, walk, walk.col_begin, BLOCK_DV)
+        _store_keys(dv_desc, buffers.v.index(0), dv, walk, lengths, walk.col_begin, BLOCK_DV, PACKED)
         tma_store_wait(0)
         mbarrier.arrive(barriers.v_free.index(0), count=1)
-        first += walk.num_steps
+        first += _num_steps(walk, GROUP_SIZE)
+        turn += 1
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
 
 @gluon.jit
 def _compute_dk(
-    dk_desc, buffers, barriers, work, lengths, window, scale, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
+    dk_desc, buffers, barriers, lengths, scale, dropout, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BLOCK_D, 128), 16])
@@ -567,25 +810,25 @@ def _compute_dk(
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     v = buffers.v.index(0).reshape([HALF_N, BLOCK_DV])
     first = 0
-    for turn in range(0, _num_rounds(work)):
-        walk = _walk(turn, work, lengths, window, GROUP_SIZE, TILE_M, HALF_N)
+    turn = 0
+    walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    while walk.end > 0:
         dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
-        for i in range(0, walk.num_steps):
+        for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             slot = step % DOUT_STAGES
             p_slot = step % P_STAGES
-            mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
-            dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
-            dp_acc = warpgroup_mma(v, dout.permute((1, 0)), _start(buffers.neg_delta.index(slot), zeros, layout), is_async=True)
+            dp_acc, _dout, neg_delta = _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout, TILE_M, BLOCK_DV,
+                                                 DOUT_STAGES)  # fmt: skip
             mbarrier.wait(barriers.p_ready.index(p_slot), _phase(step, P_STAGES))
             p = buffers.p.index(p_slot).load(layout)
             dp = warpgroup_mma_wait(0, deps=[dp_acc])
+            dscores = _dscores(p, dp, neg_delta, dropout, layout)
             mbarrier.arrive(barriers.dout_free.index(slot), count=1)
             mbarrier.arrive(barriers.p_free.index(p_slot), count=1)
-            dscores = (_to_fp32(p) * dp).to(p.dtype)
             mbarrier.wait(barriers.dscores_free.index(p_slot), _phase(step, P_STAGES) ^ 1)
-            buffers.dscores.index(p_slot).store(dscores)
+            buffers.dscores[0].index(p_slot).store(dscores)
             fence_async_shared()
             mbarrier.arrive(barriers.dscores_ready.index(p_slot), count=1)
             slot = step % Q_STAGES
@@ -597,10 +840,12 @@ def _compute_dk(
         mbarrier.arrive(barriers.v_done.index(0), count=1)
         dk = dk * scale
         mbarrier.wait(barriers.k_done.index(0), turn & 1)
-        _store_keys(dk_desc, buffers.k.index(0), dk, walk, walk.col_begin, BLOCK_D)
+        _store_keys(dk_desc, buffers.k.index(0), dk, walk, lengths, walk.col_begin, BLOCK_D, PACKED)
         tma_store_wait(0)
         mbarrier.arrive(barriers.k_free.index(0), count=1)
-        first += walk.num_steps
+        first += _num_steps(walk, GROUP_SIZE)
+        turn += 1
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
 
 # ---- the kernels ----
@@ -614,19 +859,31 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "padded_rows", "num_tiles", "num_heads_kv", "heads_side_by_side",
-                              "batch_heads"])  # fmt: skip
+@gluon.jit(do_not_specialize=[
+    "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "batch_heads", "heads_side_by_side", "tail_heads",
+    "padded_rows",
+])  # fmt: skip
 def attention_backward(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dq_desc, dk_desc, dv_desc, window, score_params, seqlen_q,
-    seqlen_k, padded_rows, num_tiles, num_heads_kv, batch_heads, heads_side_by_side, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr, DQ_STAGES: gl.constexpr,
-    BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dq_desc, dk_desc, dv_desc, counters, table, window,
+    score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, batch_heads, heads_side_by_side,
+    tail_heads, padded_rows,
+    GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr,
+    DQ_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken beyond one a program, a place for
+    counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of `schedule.plan_packed` for tiles of
+    keys, or None.
+    """
+    PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
     dtype: gl.constexpr = q_desc.dtype
-    lengths = Lengths(0, 0, seqlen_q, seqlen_k)
-    work = Work(num_tiles, num_heads_kv, batch_heads, heads_side_by_side)
+    if PACKED:
+        num_tiles = gl.load(table)
+    nothing = seqlen_q * 0
+    lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
+    order = Order(num_tiles, num_heads_kv, batch_heads, heads_side_by_side, tail_heads)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE_M], dtype)
     k_smem = gl.allocate_shared_memory(dtype, [HALVES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [HALVES] + v_desc.block_type.shape, v_desc.layout)
@@ -634,8 +891,9 @@ def attention_backward(
     dout_smem = gl.allocate_shared_memory(dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout)
     neg_lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, TILE_M], neg_lse_desc.layout)
     neg_delta_smem = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, TILE_M], neg_delta_desc.layout)
-    dscores_smem = gl.allocate_shared_memory(dtype, [HALVES * DSCORES_STAGES, 64, TILE_M], p_layout)
+    dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + dq_desc.block_type.shape, dq_desc.layout)
+    walk_smem = gl.allocate_shared_memory(gl.int32, [WALK_SLOTS * WALK_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ready = _barriers(1, 1)
     v_ready = _barriers(1, 1)
     q_ready = _barriers(Q_STAGES, 1)
@@ -645,24 +903,25 @@ def attention_backward(
     dscores_ready = _barriers(HALVES * DSCORES_STAGES, 1)
     dscores_free = _barriers(DSCORES_STAGES, 1)
     k_done = _barriers(1, 1)
+    walk_ready = _barriers(WALK_SLOTS, 1)
+    walk_free = _barriers(WALK_SLOTS, 3)
     if BY_ROWS:
         v_free = _barriers(1, 2)
-        if BLOCK_D == BLOCK_DV:
-            k_free = k_done
-        else:
-            k_free = _barriers(1, 2)
-        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, dscores_smem, None, dq_smem)
+        other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
+        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
+                          None, dq_smem, walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
-                            k_done, None, k_free, v_free)  # fmt: skip
+                            k_done, None, k_done, v_free, walk_ready, walk_free)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_desc, buffers, barriers, work, lengths, window, GROUP_SIZE, TILE_M, BLOCK_D, HALVES,
-                          DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES)),
-            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, work, lengths, window, score_params, GROUP_SIZE, TILE_M,
-                             BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, 0)),
-            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, work, lengths, window, score_params, GROUP_SIZE, TILE_M,
-                             BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, 1)),
-            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, work, lengths, window,
-                     padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES)),
+            (_reduce_dq, (dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
+                          BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED, DETERMINISTIC)),
+            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
+                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, 0)),
+            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
+                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, 1)),
+            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
+                     DETERMINISTIC)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
@@ -671,53 +930,79 @@ def attention_backward(
         v_done = _barriers(1, 1)
         k_free = _barriers(1, 1)
         v_free = _barriers(1, 1)
-        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, dscores_smem, p_smem, dq_smem)
+        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem, dq_smem,
+                          walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,
-                            p_free, k_done, v_done, k_free, v_free)  # fmt: skip
+                            p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_desc, buffers, barriers, work, lengths, window, GROUP_SIZE, TILE_M, BLOCK_D, HALVES,
-                          DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES)),
-            (_compute_dv, (dv_desc, buffers, barriers, work, lengths, window, score_params, GROUP_SIZE, TILE_M, BLOCK_D,
-                           BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N)),
-            (_compute_dk, (dk_desc, buffers, barriers, work, lengths, window, score_params.scale, GROUP_SIZE, TILE_M, BLOCK_D,
-                           BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES)),
-            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, work, lengths, window,
-                     padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES)),
+            (_reduce_dq, (dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
+                          BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED, DETERMINISTIC)),
+            (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
+                           BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED)),
+            (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
+                           BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
+            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
+                     DETERMINISTIC)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "padded_rows", "num_tiles", "num_heads", "lse_factor"])
-def backward_rows(
-    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, seqlen_q, padded_rows, num_tiles, num_heads, lse_factor,
-    TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in dq_sum.
+@triton.jit
+def _sequence_of(padded_row, packing, batch, BLOCK: tl.constexpr):
+    """The packed sequence that a row of the row statistics belongs to."""
+    before = 0
+    for begin in range(0, batch, BLOCK):
+        sequences = begin + tl.arange(0, BLOCK)
+        starts = tl.load(packing.cu_seqlens_q + sequences, mask=sequences < batch, other=0)
+        starts = padded_start(starts, sequences)
+        before += tl.sum(((starts <= padded_row) & (sequences < batch)).to(tl.int32), 0)
+    return before - 1
 
-    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
+
+@triton.jit(do_not_specialize=["batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor"])
+def backward_rows(
+    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads,
+    num_counters, lse_factor, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in dq_sum and counters.
+
+    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0. In a
+    packed call padded_rows counts those of all sequences, see `padded_start`, and dq_sum is None.
     """
     program = tl.program_id(0)
-    row_begin = program % num_tiles * TILE_M
-    batch_head = program // num_tiles
-    batch = batch_head // num_heads
-    head = batch_head % num_heads
+    if program < num_counters:
+        tl.store(counters + program, 0)
+    padded_begin = program % num_tiles * TILE_M
+    padded = (program // num_tiles).to(tl.int64) * padded_rows + padded_begin + tl.arange(0, TILE_M)
+    if packing.cu_seqlens_q is None:
+        sequence = program // num_tiles // num_heads
+        head = program // num_tiles % num_heads
+        lengths = Lengths(0, 0, seqlen_q, 0)
+        row_begin = padded_begin
+    else:
+        sequence = _sequence_of(padded_begin, packing, batch, BLOCK=128)
+        head = program // num_tiles
+        lengths = load_lengths(packing, sequence, 0, 0)
+        row_begin = padded_begin - padded_start(lengths.start_q, sequence).to(tl.int32)
+    start = lengths.start_q
     rows = row_begin + tl.arange(0, TILE_M)
-    exists = rows < seqlen_q
-    out_tile = load_tile(head_ptr(out, batch, 0, head), row_begin, seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True,
-                         WIDE)  # fmt: skip
-    dout_tile = load_tile(head_ptr(dout, batch, 0, head), row_begin, seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV,
-                          True, WIDE)  # fmt: skip
+    exists = rows < lengths.seqlen_q
+    out_tile = load_tile(head_ptr(out, sequence, start, head), row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V,
+                         BLOCK_DV, True, WIDE)  # fmt: skip
+    dout_tile = load_tile(head_ptr(dout, sequence, start, head), row_begin, lengths.seqlen_q, dout.row_stride, TILE_M,
+                          HEAD_DIM_V, BLOCK_DV, True, WIDE)  # fmt: skip
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
-        delta -= tl.load(head_ptr(dlse, batch, 0, head) + rows * dlse.row_stride, mask=exists, other=0.0)
-    row_lse = tl.load(head_ptr(lse, batch, 0, head) + rows * lse.row_stride, mask=exists, other=NEG_INF)
+        delta -= tl.load(head_ptr(dlse, sequence, start, head) + rows * dlse.row_stride, mask=exists, other=0.0)
+    row_lse = tl.load(head_ptr(lse, sequence, start, head) + rows * lse.row_stride, mask=exists, other=NEG_INF)
     row_lse = tl.where(row_lse == NEG_INF, float("inf"), row_lse)
-    padded = batch_head.to(tl.int64) * padded_rows + rows
     tl.store(neg_lse + padded, row_lse * lse_factor)
     tl.store(neg_delta + padded, -delta)
-    cols = tl.arange(0, BLOCK_D)
-    dq_ptrs = head_ptr(dq_sum, batch, 0, head) + rows.to(tl.int64)[:, None] * dq_sum.row_stride + cols[None, :]
-    tl.store(dq_ptrs, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=exists[:, None] & (cols < HEAD_DIM)[None, :])
+    if dq_sum is not None:
+        cols = tl.arange(0, BLOCK_D)
+        dq_ptrs = head_ptr(dq_sum, sequence, start, head) + rows.to(tl.int64)[:, None] * dq_sum.row_stride + cols[None, :]
+        tl.store(dq_ptrs, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=exists[:, None] & (cols < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -731,77 +1016,246 @@ def backward_convert(dq_sum, dq, scale, count, BLOCK: tl.constexpr):
 # ---- launch ----
 
 
+# Rows of a program of backward_rows
+ROW_TILE = 32
+CONVERT_BLOCK = 4096
+
+
+class Call(NamedTuple):
+    """The tensors of one call: what it is given, what it gives, and what its kernels hand to each other."""
+
+    operands: Any
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    # fp32, a number a row of each head of each sequence, or in a packed call of each head, padded: see `padded_rows`
+    neg_lse: Any
+    neg_delta: Any
+    dq_sum: Any
+    # see attention_backward
+    counters: Any
+    # of `schedule.plan_packed` for tiles of keys, or None
+    table: Any
+
+
 def launch(problem, configs, operands, out, lse, dout, dlse):
-    """Run the three kernels. configs: {"backward": BackwardConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
+    """Run the kernels. configs: {"backward": BackwardConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
+    config = configs["backward"]
     q, k, v = (tma_ready(x) for x in operands[:3])
-    dout = tma_ready(dout)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[:3])
-    if not (q.numel() and k.numel()):
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-    padded_rows = triton.cdiv(problem.seqlen_q, ROW_MULTIPLE) * ROW_MULTIPLE
-    row_stats = lse.new_empty((2, problem.batch, problem.num_heads, padded_rows))
-    dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    if q.numel():
-        launch_rows(problem, out, lse, dout, dlse, row_stats, dq_sum)
+    operands = operands._replace(q=q, k=k, v=v)
+    call = allocate(problem, config, operands, out, lse, tma_ready(dout), dlse)
     if q.numel() and k.numel():
-        launch_main(problem, configs["backward"], operands.alibi_slopes, q, k, v, dout, row_stats, dq_sum, dk, dv)
-        count = dq.numel()
-        backward_convert[(triton.cdiv(count, 4096),)](dq_sum, dq, float(problem.softmax_scale), count, BLOCK=4096, num_warps=8)
-    delta = None if operands.sinks is None else -row_stats[1, ..., : problem.seqlen_q]
-    return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
+        others = (out, call.dout, lse, dlse, operands.rng_state)
+        key = (arguments.relaunch_key(problem, config, operands), *map(_described, others))
+        prepared = _prepared.get(key)
+        if prepared is None:
+            seen = key in _prepared
+            prepared = [launch_kernel(problem, config, call, seen) for launch_kernel in kernels(problem)]
+            _prepared[key] = prepared if all(prepared) else None
+        else:
+            for relaunch in prepared:
+                relaunch(call)
+    else:
+        for gradient in (call.dq, call.dk, call.dv):
+            gradient.zero_()
+        if q.numel():
+            launch_rows(problem, config, call, again=False)
+    return call.dq, call.dk, call.dv, sinks_gradient(operands.sinks, lse, _delta(problem, call))
 
 
-def launch_rows(problem, out, lse, dout, dlse, row_stats, dq_sum):
-    tile_m = 32
-    padded_rows = row_stats.shape[-1]
-    num_tiles = padded_rows // tile_m
-    backward_rows[(num_tiles * problem.batch * problem.num_heads,)](
-        _rows(out), _rows(dout), None if dlse is None else _row_numbers(dlse), _row_numbers(lse), row_stats[0], row_stats[1],
-        _rows(dq_sum), problem.seqlen_q, padded_rows, num_tiles, problem.num_heads,
-        -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale, TILE_M=tile_m,
-        HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v, BLOCK_D=padded_dim(problem.head_dim, 2),
-        BLOCK_DV=padded_dim(problem.head_dim_v, 2), WIDE=problem.wide_rows, num_warps=4,
+# By what the compiled kernels and their other arguments depend on: how to launch each again, None after the first call.
+_prepared = Remembered()
+
+
+def _described(x):
+    return None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
+
+
+def kernels(problem):
+    """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and as in _launch."""
+    return (*([plan_keys] if problem.varlen else []), launch_rows, launch_main, launch_convert)
+
+
+def padded_rows(problem):
+    """Row statistics of a head: of a sequence, or in a packed call of all of them, each with a whole number of tiles."""
+    multiple = ROW_MULTIPLE.value
+    rows = problem.total_q + multiple * problem.batch if problem.varlen else problem.seqlen_q
+    return triton.cdiv(rows, multiple) * multiple
+
+
+def allocate(problem, config, operands, out, lse, dout, dlse):
+    q, k, v = operands[:3]
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # Rows outside of every packed sequence are no kernel's.
+    make, make_like = (torch.zeros, torch.zeros_like) if problem.varlen else (torch.empty, torch.empty_like)
+    dk, dv = (make_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
+    neg_lse, neg_delta = lse.new_empty((2, rows)).unbind()
+    dq_sum = make(q.shape, dtype=torch.float32, device=q.device)
+    table = None
+    if problem.varlen:
+        table = torch.empty(schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch, dtype=torch.int32,
+                            device=q.device)  # fmt: skip
+    counters = torch.empty(num_counters(problem), dtype=torch.int32, device=q.device)
+    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse, neg_delta, dq_sum, counters, table)
+
+
+def num_counters(problem):
+    """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two."""
+    if not problem.deterministic:
+        return 1
+    return padded_rows(problem) // ROW_TILE * problem.num_heads * (1 if problem.varlen else problem.batch)
+
+
+def max_key_tiles(problem, config):
+    """Tiles of keys of one head, in a packed call at most so many."""
+    if problem.varlen:
+        return problem.total_k // config.tile_n + problem.batch
+    return triton.cdiv(problem.seqlen_k, config.tile_n)
+
+
+def _delta(problem, call):
+    """delta, of the shape of lse; None without sinks."""
+    if call.operands.sinks is None:
+        return None
+    delta = -call.neg_delta
+    if not problem.varlen:
+        return delta.view(problem.batch, problem.num_heads, padded_rows(problem))[..., : problem.seqlen_q]
+    rows = torch.arange(problem.total_q, device=delta.device)
+    starts = call.operands.cu_seqlens_q[:-1].long()
+    sequence = (torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)
+    multiple = ROW_MULTIPLE.value
+    padded = rows - starts[sequence] + (starts[sequence] + sequence * multiple) // multiple * multiple
+    return delta.view(problem.num_heads, padded_rows(problem))[:, padded]
+
+
+def _launch(kernel, grid, kernel_arguments, constexprs, num_warps, again, tensors, num_descriptors=0):
+    """Launch as Triton does; with `again` returns a function of a Call that does it again, or None without a GPU.
+
+    tensors: of a Call, those of the arguments: first of the descriptors, which come first, then the others in order.
+    """
+    compiled = kernel[grid](*kernel_arguments, **constexprs, num_warps=num_warps)
+    if not again or getattr(compiled, "function", None) is None:
+        return None
+    descriptors = tuple(rebased(x, None) for x in kernel_arguments[:num_descriptors])
+    rest = (*kernel_arguments[num_descriptors:], *(constexprs[name] for name in kernel.arg_names if name in constexprs))
+    prepared = Relaunch(compiled, (*grid, 1, 1), rest)
+
+    def relaunch(call):
+        given = tensors(call)
+        others = [x for x in given[num_descriptors:] if x is not None]
+        prepared.run(*map(rebased, descriptors, given), *prepared.fill(others))
+
+    return relaunch
+
+
+def launch_rows(problem, config, call, again):
+    num_tiles = padded_rows(problem) // ROW_TILE
+    grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
+
+    def tensors(call):
+        dq_sum = None if problem.varlen else call.dq_sum
+        return (call.out, call.dout, call.dlse, call.lse, call.neg_lse, call.neg_delta, dq_sum, call.counters,
+                *call.operands[3:7])  # fmt: skip
+
+    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, *packing = tensors(call)
+    kernel_arguments = (
+        _rows(out), _rows(dout), None if dlse is None else _row_numbers(dlse), _row_numbers(lse), neg_lse, neg_delta,
+        None if dq_sum is None else _rows(dq_sum), counters, Packing(*packing), problem.batch, problem.seqlen_q,
+        padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem),
+        -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
+    constexprs = {
+        "TILE_M": ROW_TILE, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": padded_dim(problem.head_dim, 2), "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
+    }  # fmt: skip
+    return _launch(backward_rows, grid, kernel_arguments, constexprs, 4, again, tensors)
 
 
-def launch_main(problem, config, slopes, q, k, v, dout, row_stats, dq_sum, dk, dv):
+def plan_keys(problem, config, call, again):
+    """The table of tiles of keys: `schedule.plan_packed` with queries and keys exchanged."""
+
+    def tensors(call):
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
+        # The last two stand for what other programs than the first, the only one here, would clear.
+        return call.table, cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q, call.dk, call.lse
+
+    table, *packing, dk, lse = tensors(call)
+    kernel_arguments = (table, Packing(*packing), dk, lse, problem.batch, max_key_tiles(problem, config), 0, 0, 0)
+    return _launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, 8, again,
+                   tensors)  # fmt: skip
+
+
+def launch_main(problem, config, call, again):
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     tile_m, half_n = config.tile_m, HALF_N.value
-    num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
-    batch_heads = problem.batch * problem.num_heads_kv
+    operands = call.operands
+    slopes = operands.alibi_slopes
     score_params = ScoreParams(
         scale=float(problem.softmax_scale), softcap=float(problem.softcap) or None, alibi_slopes=slopes,
         alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0, prescaled=None,
     )  # fmt: skip
-    num_units = num_tiles * batch_heads
-    attention_backward[(min(config.num_programs, num_units) if takes_turns(problem) else num_units,)](
-        descriptor(q, tile_m, block_d), descriptor(dout, tile_m, block_dv), descriptor(k, half_n, block_d),
-        descriptor(v, half_n, block_dv), row_descriptor(row_stats[0], tile_m), row_descriptor(row_stats[1], tile_m),
-        descriptor(dq_sum, tile_m, config.dq_columns), descriptor(dk, half_n, block_d), descriptor(dv, half_n, block_dv),
-        masks.Window(*problem.window), score_params, problem.seqlen_q, problem.seqlen_k, row_stats.shape[-1], num_tiles,
-        problem.num_heads_kv, batch_heads, heads_side_by_side(problem), GROUP_SIZE=problem.group_size, TILE_M=tile_m,
-        TILE_N=config.tile_n, BLOCK_D=block_d, BLOCK_DV=block_dv, Q_STAGES=config.num_stages, DOUT_STAGES=config.dout_stages,
-        DSCORES_STAGES=config.dscores_stages, DQ_COLUMNS=config.dq_columns, DQ_STAGES=config.dq_stages, BY_ROWS=config.by_rows,
-        RAGGED_N=problem.seqlen_k % config.tile_n != 0, REGISTERS=config.registers, num_warps=4,
+    dropout = Dropout(None, None, None)
+    if problem.dropout_p > 0:
+        dropout = Dropout(operands.rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
+    num_tiles = max_key_tiles(problem, config)
+    batch_heads = problem.batch * problem.num_heads_kv
+    num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
+
+    def tensors(call):
+        operands = call.operands
+        return (operands.q, call.dout, operands.k, operands.v, call.neg_lse, call.neg_delta, call.dq_sum, call.dk, call.dv,
+                call.counters, call.table, operands.alibi_slopes, operands.rng_state)  # fmt: skip
+
+    kernel_arguments = (
+        descriptor(operands.q, tile_m, block_d), descriptor(call.dout, tile_m, block_dv),
+        descriptor(operands.k, half_n, block_d), descriptor(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m),
+        row_descriptor(call.neg_delta, tile_m), descriptor(call.dq_sum, tile_m, config.dq_columns),
+        descriptor(call.dk, half_n, block_d), descriptor(call.dv, half_n, block_dv), call.counters, call.table,
+        masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config, num_tiles), padded_rows(problem),
     )  # fmt: skip
+    constexprs = {
+        "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
+        "DQ_COLUMNS": config.dq_columns, "DQ_STAGES": config.dq_stages, "BY_ROWS": config.by_rows,
+        "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0, "DETERMINISTIC": problem.deterministic,
+        "REGISTERS": config.registers,
+    }  # fmt: skip
+    return _launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, 4, again,
+                   tensors, 9)  # fmt: skip
 
 
-def takes_turns(problem):
-    """Whether a program to a multiprocessor takes tile after tile, or each tile has a program.
+def launch_convert(problem, config, call, again):
+    count = call.dq.numel()
+    kernel_arguments = call.dq_sum, call.dq, float(problem.softmax_scale), count
+    return _launch(backward_convert, (triton.cdiv(count, CONVERT_BLOCK),), kernel_arguments, {"BLOCK": CONVERT_BLOCK}, 8, again,
+                   lambda call: (call.dq_sum, call.dq))  # fmt: skip
 
-    Without a mask turns save 4 to 11% at 512 and 1024 tokens and 1 to 4% at 4096 (head dim 256: 1% more or less). Causal, where
-    their order is fixed and tiles differ, they save 2 to 8% at head dim 64 to 4096 tokens; elsewhere they may lose 40%.
+
+def heads_in_groups(problem, config, num_tiles):
+    """(heads per group, heads of the last group) for `schedule.Order`.
+
+    Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
+    share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads.
+
+    In a fixed order of dq's sums keys should start one after the other as they are added. Without a mask that is so if a group
+    fills the GPU once. Causal, the last keys, which have the shortest walks, go first, so that those with longer ones find
+    theirs added; but in the last group the longest go first, so that programs end together.
     """
-    small = max(problem.head_dim, problem.head_dim_v) <= 64
-    return problem.window == (None, None) or problem.causal and small and problem.seqlen_k <= 4096
-
-
-def heads_side_by_side(problem):
-    """Heads whose tiles of one place follow each other (see _walk). Causal, a program to a tile, against 1: 1 to 2% faster with
-    16 at 512 tokens, 1 to 4% with 2 at 8192, slower with many; without a mask 2% slower.
-    """
-    return max(2, 8192 // max(problem.seqlen_k, 1)) if problem.causal else 1
+    heads, programs = problem.batch * problem.num_heads_kv, config.num_programs
+    if problem.varlen:
+        # Rows of queries, and heads that share them
+        return (8192 if problem.window[1] is not None or problem.deterministic else 0), 1
+    if problem.window[1] is None:
+        return (max(1, programs // num_tiles) if problem.deterministic else 1), 0
+    side_by_side = min(16, max(1, 2 * programs // num_tiles))
+    tail = max(4, 2 * programs // num_tiles)
+    return side_by_side, tail if problem.deterministic and 2 * tail <= heads else 0
 
 
 _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -816,12 +1270,22 @@ def tma_ready(x):
 
 
 def descriptor(x, rows, cols):
-    """Of (batch, seqlen, heads, dim), in blocks of some rows of one head; zeros come from past the end, nothing goes there."""
-    batch, seqlen, heads, dim = x.shape
-    batch_stride, row_stride, head_stride, _ = x.stride()
+    """Of (batch, seqlen, heads, dim), in blocks of some rows of one head; zeros come from past the end, nothing goes there.
+
+    Of packed rows (total, heads, dim): see `arguments.packed_descriptor`.
+    """
+    *batch, seqlen, heads, dim = x.shape
+    *batch_stride, row_stride, head_stride, _ = x.stride()
     # The stride of a dim of one element may be anything, also what a descriptor can't have.
-    strides = [batch_stride if batch > 1 else 16, head_stride if heads > 1 else 16, row_stride if seqlen > 1 else 16, 1]
-    return _descriptor(x, [batch, heads, seqlen, dim], strides, [1, 1, rows, cols], _layout(x.dtype, rows, cols))
+    row_stride, head_stride = row_stride if seqlen > 1 else 16, head_stride if heads > 1 else 16
+    if not batch:
+        shape = [2**31 - 65536, 2**31 - 65536, heads, arguments.PACKED_ROWS, dim]
+        strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
+    else:
+        shape = [batch[0], heads, seqlen, dim]
+        strides = [batch_stride[0] if batch[0] > 1 else 16, head_stride, row_stride, 1]
+    block = [1] * (len(shape) - 2) + [rows, cols]
+    return _descriptor(x, shape, strides, block, _layout(x.dtype, *block))
 
 
 def row_descriptor(x, rows):
@@ -840,15 +1304,15 @@ _ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ra
 
 
 @lru_cache
-def _layout(dtype, rows, cols):
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, cols], _GLUON_DTYPES[dtype])
+def _layout(dtype, *block):
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
 
 
 def _rows(x):
-    batch, row, head, _ = x.stride()
-    return Rows(x, batch, row, head)
+    *batch, row, head, _ = x.stride()
+    return Rows(x, batch[0] if batch else 0, row, head)
 
 
 def _row_numbers(x):
-    batch, head, row = x.stride()
-    return Rows(x, batch, row, head)
+    *batch, head, row = x.stride()
+    return Rows(x, batch[0] if batch else 0, row, head)

@@ -45,19 +45,24 @@ def refuses(problem, device) -> str | None:
     """Why there is no backward for a problem, or None."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"the backward takes float16 and bfloat16, not {problem.dtype}"
-    if problem.varlen:
-        return "the backward takes batched calls, not packed ones"
+    if problem.varlen and (problem.seqlen_k == 0 or problem.total_k == 0):
+        return "the backward takes no packed call without keys"
     if problem.unaligned:
         return "TMA needs strides of q, k and v that are multiples of 16 bytes"
     for given, name in (
-        (problem.dropout_p > 0, "dropout"),
-        (problem.deterministic, "deterministic=True, since dq is summed in the order of arrival"),
-        (problem.batch * problem.num_heads * (problem.seqlen_q + 127) >= 2**31, "2**31 rows and more, which TMA can't count"),
+        (_padded_rows(problem) >= 2**31, "2**31 rows and more, which TMA can't count"),
         (abs(problem.softmax_scale) < SMALLEST_SCALE, "a softmax scale of nearly 0"),
     ):
         if given:
             return f"the backward does not take {name}"
     return None
+
+
+def _padded_rows(problem):
+    """At most so many row statistics the kernels keep: rows of each head, a multiple of 128 of each sequence."""
+    if problem.varlen:
+        return problem.num_heads * (problem.total_q + 128 * problem.batch + 127)
+    return problem.batch * problem.num_heads * (problem.seqlen_q + 127)
 
 
 def configs(problem, device) -> dict:

@@ -1,0 +1,66 @@
+"""What the Hopper backward relies on, in Triton's interpreter: who waits for a turn at a tile of dq must not wait for ever."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from flashtile import settings
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.skipif(not settings.triton_interprets(), reason="needs TRITON_INTERPRET=1"),
+]
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    from flashtile.device import masks
+    from flashtile.device.lengths import Lengths
+    from flashtile.hopper import backward
+
+    @triton.jit
+    def _ranges(of_keys, of_queries, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+        lengths = Lengths(0, 0, seqlen_q, seqlen_k)
+        for n_tile in range(tl.cdiv(seqlen_k, TILE_N)):
+            tiles = masks.query_range(n_tile * TILE_N, lengths, window, TILE_M, TILE_N)
+            tl.store(of_keys + 2 * n_tile, tiles.begin)
+            tl.store(of_keys + 2 * n_tile + 1, tiles.end)
+        for m_tile in range(tl.cdiv(seqlen_q, TILE_M)):
+            tiles = masks.key_range(m_tile * TILE_M, lengths, window, TILE_M, TILE_N)
+            tl.store(of_queries + 2 * m_tile, tiles.begin)
+            tl.store(of_queries + 2 * m_tile + 1, tiles.end)
+
+    @triton.jit
+    def _padded_starts(out, starts, batch):
+        for sequence in range(batch):
+            tl.store(out + sequence, backward.padded_start(tl.load(starts + sequence), sequence))
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 5), (7, None), (0, 0), (20, 3), (3, 20)])
+@pytest.mark.parametrize("lengths", [(64, 64), (50, 130), (130, 50), (97, 33), (1, 40), (40, 1), (0, 20)])
+def test_tiles_that_meet_agree_on_it(lengths, window):
+    """A tile of queries counts on a turn of just those tiles of keys that walk over it."""
+    tile_m, tile_n = 8, 16
+    seqlen_q, seqlen_k = lengths
+    num_m, num_n = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
+    of_keys = torch.zeros(num_n, 2, dtype=torch.int32)
+    of_queries = torch.zeros(max(num_m, 1), 2, dtype=torch.int32)
+    _ranges[(1,)](of_keys, of_queries, masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
+    walked = {(m, n) for n, (begin, end) in enumerate(of_keys.tolist()) for m in range(begin, end)}
+    awaited = {(m, n) for m, (begin, end) in enumerate(of_queries.tolist()[:num_m]) for n in range(begin, end)}
+    assert walked == awaited
+
+
+def test_padded_sequences_do_not_meet():
+    """Among the row statistics each sequence, also an empty one, has a whole number of tiles of its own."""
+    multiple = backward.ROW_MULTIPLE.value
+    lengths = torch.tensor([0, 1, 127, 128, 129, 0, 0, 300, 5])
+    starts = torch.cumsum(lengths, 0) - lengths
+    out = torch.zeros(len(lengths), dtype=torch.int32)
+    _padded_starts[(1,)](out, starts.to(torch.int32), len(lengths))
+    ends = [start + max(1, -(-length // multiple)) * multiple for start, length in zip(out.tolist(), lengths.tolist())]
+    last = int(lengths.sum()) + multiple * len(lengths)
+    assert all(start % multiple == 0 for start in out.tolist())
+    assert all(end <= start for end, start in zip(ends, [*out.tolist()[1:], -(-last // multiple) * multiple]))
