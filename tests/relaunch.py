@@ -1,0 +1,152 @@
+"""Print where a kernel that is launched again by addresses gets something else than Triton gives it. For test_relaunch.
+
+Nothing is compiled: `JITFunction.run` only writes down its arguments, and so does the kernel that it returns. A process of its
+own, since the interpreter, which other tests use, has no such launch.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from flashtile import hardware  # noqa: E402
+from flashtile.problem import AttentionProblem, Operands  # noqa: E402
+
+# The tiers decide by it whether there is anything to launch again.
+torch.Tensor.is_cuda = property(lambda self: True)
+launches = []
+
+
+class Compiled:
+    """Stands for a compiled kernel: launching it writes down the arguments."""
+
+    function = object()
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getitem__(self, grid):
+        return lambda *arguments: launches.append((self.name, grid, arguments))
+
+
+def run(self, *arguments, grid, warmup, **options):
+    # parameters, in their order: what the compiled kernel is called with
+    names = self.arg_names[len(arguments) :]
+    bound = (*arguments, *(options[name] for name in names))
+    launches.append((self.fn.__name__, (*grid, 1, 1)[:3], bound))
+    return Compiled(self.fn.__name__)
+
+
+JITFunction.run = run
+
+
+def leaves(value):
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in leaves(item)]
+    if hasattr(value, "block_shape"):
+        return [*leaves(value.base), *leaves((value.shape, value.strides, value.block_shape)), repr(value.layout)]
+    return [getattr(value, "value", value)]
+
+
+def described(recorded, inputs):
+    """Launches with each tensor replaced: by its name, or by how many others came before it."""
+    known = {x.data_ptr(): name for name, x in inputs.items()}
+    return [(name, grid, [known.setdefault(leaf.data_ptr(), f"other {len(known)}") if isinstance(leaf, torch.Tensor) else leaf
+                          for leaf in leaves(arguments)]) for name, grid, arguments in recorded]  # fmt: skip
+
+
+def compare(what, call, make):
+    """The third call, launched again, against the first of other tensors, launched by Triton."""
+    # kept, so that no two calls share an address
+    alive = []
+    for repeat in range(3):
+        inputs = make()
+        launches.clear()
+        alive.append((inputs, call(inputs)))
+        if repeat == 0:
+            first = described(launches, inputs)
+    # In the third call addresses are integers where tensors were.
+    known = {x.data_ptr(): name for name, x in inputs.items()}
+    assert len(launches) == len(first), (what, len(launches), len(first))
+    for (name, grid, expected), (again, its_grid, arguments) in zip(first, launches):
+        actual = leaves(arguments)
+        if (name, grid, len(expected)) != (again, its_grid, len(actual)):
+            print(f"{what}: {name} {grid} {len(expected)} arguments, then {again} {its_grid} {len(actual)}")
+            continue
+        for i, (want, got) in enumerate(zip(expected, actual)):
+            if isinstance(want, str) and (want in inputs or want.startswith("other ")):
+                address = got.data_ptr() if isinstance(got, torch.Tensor) else got
+                got = known.setdefault(address, f"other {len(known)}")
+            if want != got:
+                print(f"{what}: {name}: argument {i} was {want!r}, is {got!r}")
+    print(f"{what}: compared {len(launches)} launches")
+
+
+def tensors(packed, **more):
+    """A function that makes the inputs of a call, by name."""
+
+    def make():
+        lead = (320,) if packed else (2, 160)
+        inputs = {name: torch.zeros(*lead, heads, 64, dtype=torch.bfloat16)
+                  for name, heads in (("q", 4), ("k", 2), ("v", 2), ("out", 4), ("dout", 4))}  # fmt: skip
+        inputs["lse"] = torch.zeros((4, 320) if packed else (2, 4, 160))
+        if packed:
+            inputs["cu_seqlens_q"] = torch.tensor([0, 160, 320], dtype=torch.int32)
+            inputs["cu_seqlens_k"] = torch.tensor([0, 160, 320], dtype=torch.int32)
+        for name, shape_and_dtype in more.items():
+            shape, dtype = shape_and_dtype
+            inputs[name] = torch.zeros(shape, dtype=dtype)
+        return inputs
+
+    return make
+
+
+MORE = {
+    "plain": {},
+    "alibi and sinks": {"alibi_slopes": ((4,), torch.float32), "sinks": ((4,), torch.float32)},
+    "dropout": {"rng_state": ((2,), torch.int64)},
+    "dlse": {"dlse": ((2, 4, 160), torch.float32)},
+}
+
+
+def main():
+    from flashtile import hopper, portable
+
+    device = hardware.by_name("H200")
+    for tier in (portable, hopper):
+        for packed in (False, True):
+            for name, more in MORE.items():
+                for deterministic in (False, True) if tier is hopper else (False,):
+                    if "dlse" in more and packed:
+                        more = {"dlse": ((4, 320), torch.float32)}
+                    make = tensors(packed, **more)
+                    operands = [field for field in Operands._fields if field in make()]
+                    problem = AttentionProblem(
+                        batch=2, seqlen_q=160, seqlen_k=160, num_heads=4, num_heads_kv=2, head_dim=64, head_dim_v=64,
+                        dtype=torch.bfloat16, window=(None, 0), softmax_scale=0.1, deterministic=deterministic,
+                        dropout_p=0.5 if "rng_state" in more else 0.0, has_alibi="alibi_slopes" in more,
+                        has_sinks="sinks" in more, **({"total_q": 320, "total_k": 320} if packed else {}),
+                    )  # fmt: skip
+                    for direction in ("forward", "backward"):
+                        # To a forward, dlse is nothing: its call would be the plain one again.
+                        if tier.refuses(problem, device, direction) or direction == "forward" and "dlse" in more:
+                            continue
+                        configs = tier.configs(problem, device, direction)
+
+                        def call(inputs, tier=tier, problem=problem, configs=configs, direction=direction, operands=operands):
+                            given = Operands(**{field: inputs[field] for field in operands})
+                            if direction == "forward":
+                                return tier.run_forward(problem, configs, given)
+                            return tier.run_backward(problem, configs, given, inputs["out"], inputs["lse"], inputs["dout"],
+                                                     inputs.get("dlse"))  # fmt: skip
+
+                        words = (tier.__name__, direction, "packed" * packed, name, "deterministic" * deterministic)
+                        compare(" ".join(filter(None, words)), call, make)
+
+
+if __name__ == "__main__":
+    main()
