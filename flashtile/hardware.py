@@ -1,5 +1,6 @@
 """Device: what a GPU is, detected or by name without one. Datasheet peaks carry their source, measured ones their record."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -119,3 +120,15 @@ def _detect_gpu(index) -> Device:
         measured_bandwidth=known.measured_bandwidth,
         source=known.source,
     )
+
+
+_NO_SWITCH = nullcontext()
+
+
+def on_device_of(tensor):
+    """A context in which launches go to the tensor's GPU; free where it is the current one."""
+    if tensor.device.type != "cuda":
+        return _NO_SWITCH
+    import torch
+
+    return _NO_SWITCH if tensor.device.index == torch.cuda.current_device() else torch.cuda.device(tensor.device)

@@ -6,10 +6,10 @@ Two ops of one schema: one writes new keys and values into the cache and declare
 
 import torch
 
-from flashtile import dispatch, settings
+from flashtile import dispatch, hardware, settings
 from flashtile.device.launch import Remembered
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
-from flashtile.ops import _on_device_of, _unobserved
+from flashtile.ops import unobserved
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
 _OPTIONS = (
@@ -40,7 +40,7 @@ def _run(operands, options):
     if operands.q.is_cuda and not settings.debug():
         # On a CPU the values of lengths and tables are checked in each call
         _BOUND[_key(operands, options)] = call
-    with _on_device_of(operands.q):
+    with hardware.on_device_of(operands.q):
         return call(operands)
 
 
@@ -65,7 +65,7 @@ def _op(*arguments):
     if call is None or settings.debug():
         out, lse = _run(operands, options)
     else:
-        with _on_device_of(operands.q):
+        with hardware.on_device_of(operands.q):
             out, lse = call(operands)
     return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
 
@@ -95,16 +95,16 @@ def attention_with_kvcache(operands, options):
     if isinstance(operands.cache_seqlens, (int, torch.SymInt)):
         check_cache_arguments(operands, options)
         operands = operands._replace(cache_seqlens=_lengths(operands))
-    unobserved = _unobserved(*operands[:3])
+    plain = unobserved(*operands[:3])
     call = None
-    if unobserved and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
+    if plain and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
         call = _known(operands, options)
     if call is not None:
-        with _on_device_of(operands.q):
+        with hardware.on_device_of(operands.q):
             out, lse = call(operands)
     else:
         check_cache_arguments(operands, options)
-        if unobserved:
+        if plain:
             out, lse = _run(operands, options)
         else:
             out, lse = (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
@@ -138,7 +138,7 @@ def _combine_cuda(out_partial, lse_partial, out_dtype):
     from flashtile.portable import combine
 
     out, lse = _combine_fake(out_partial, lse_partial, out_dtype)
-    with _on_device_of(out_partial):
+    with hardware.on_device_of(out_partial):
         combine.launch(out_partial, lse_partial, out, lse)
     return out, lse
 

@@ -15,11 +15,11 @@ from flashtile.problem import (
     HEAD_DIM_MULTIPLE,
     INT32_MAX,
     MAX_HEAD_DIM,
-    _check_cu_seqlens_values,
-    _check_index,
-    _check_per_head,
-    _checked_window,
-    _values_readable,
+    check_cu_seqlens_values,
+    check_index,
+    check_per_head,
+    checked_window,
+    values_readable,
     visible_pairs,
 )
 
@@ -130,7 +130,7 @@ class CacheProblem:
         _check_dtypes(operands)
         _check_head_dims(q, k_cache, v_cache)
         if packed:
-            _check_index("cu_seqlens_q", operands.cu_seqlens_q, q.device, None)
+            check_index("cu_seqlens_q", operands.cu_seqlens_q, q.device, None)
             if operands.cu_seqlens_q.shape[0] < 2:
                 raise ShapeError(explain("cu_seqlens_q", "shape (batch + 1,) with batch >= 1",
                                          f"shape {tuple(operands.cu_seqlens_q.shape)}"))  # fmt: skip
@@ -146,8 +146,8 @@ class CacheProblem:
         _check_lengths(operands, batch)
         rotary_dim = _check_rotary(operands, head_dim)
         _check_descales(operands, batch, num_heads_kv)
-        _check_per_head(operands, batch, num_heads)
-        window = _checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
+        check_per_head(operands, batch, num_heads)
+        window = checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
         scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
         if not math.isfinite(scale):
             raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
@@ -155,7 +155,7 @@ class CacheProblem:
             raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", options.softcap))
         if not 0 <= options.num_splits <= MAX_SPLITS:
             raise ValueRangeError(explain("num_splits", f"0 (flashtile chooses) to {MAX_SPLITS}", options.num_splits))
-        if _values_readable(q):
+        if values_readable(q):
             _check_values(operands, batch, seqlen_q, capacity, seqlen_new)
         row = 0 if packed else 1
         return cls(
@@ -319,7 +319,7 @@ def _check_cache(operands, batch) -> int:
         capacity = table.shape[1] * k_cache.shape[1]
     else:
         if operands.cache_batch_idx is not None:
-            _check_index("cache_batch_idx", operands.cache_batch_idx, q.device, batch)
+            check_index("cache_batch_idx", operands.cache_batch_idx, q.device, batch)
         elif k_cache.shape[0] != batch:
             raise ShapeError(explain("k_cache", f"a row for each sequence of q, {batch}", f"{k_cache.shape[0]} rows",
                                      "cache_batch_idx says which rows a larger cache's sequences are."))  # fmt: skip
@@ -345,7 +345,7 @@ def _check_new(operands, batch) -> int:
     if v.shape[:-1] != k.shape[:-1]:
         raise ShapeError(explain("v", f"all but the last dim of k, {tuple(k.shape[:-1])}", _shape(v)))
     if packed:
-        _check_index("cu_seqlens_k_new", operands.cu_seqlens_k_new, operands.q.device, batch + 1)
+        check_index("cu_seqlens_k_new", operands.cu_seqlens_k_new, operands.q.device, batch + 1)
         return 0
     return k.shape[1]
 
@@ -355,7 +355,7 @@ def _check_lengths(operands, batch) -> None:
         raise ShapeError(explain("cache_seqlens", "the lengths before the append, since k is given", None))
     for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens"):
         if getattr(operands, name) is not None:
-            _check_index(name, getattr(operands, name), operands.q.device, batch)
+            check_index(name, getattr(operands, name), operands.q.device, batch)
 
 
 def _check_rotary(operands, head_dim) -> int:
@@ -395,11 +395,11 @@ def _check_descales(operands, batch, num_heads_kv) -> None:
 def _check_values(operands, batch, seqlen_q, capacity, seqlen_new) -> None:
     """What index tensors hold; an error says which sequence."""
     if operands.cu_seqlens_q is not None:
-        _check_cu_seqlens_values("cu_seqlens_q", operands.cu_seqlens_q.tolist(), operands.q.shape[0], seqlen_q)
+        check_cu_seqlens_values("cu_seqlens_q", operands.cu_seqlens_q.tolist(), operands.q.shape[0], seqlen_q)
     new = [seqlen_new] * batch
     if operands.cu_seqlens_k_new is not None:
         bounds = operands.cu_seqlens_k_new.tolist()
-        _check_cu_seqlens_values("cu_seqlens_k_new", bounds, operands.k.shape[0], INT32_MAX)
+        check_cu_seqlens_values("cu_seqlens_k_new", bounds, operands.k.shape[0], INT32_MAX)
         new = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
     before = [capacity] * batch if operands.cache_seqlens is None else operands.cache_seqlens.tolist()
     for b, (old, more) in enumerate(zip(before, new, strict=True)):

@@ -6,7 +6,7 @@ backward describe the call to AttentionProblem in the same way.
 
 import torch
 
-from flashtile import dispatch, flops
+from flashtile import dispatch, flops, hardware
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import AttentionProblem, Operands, check_arguments, known
 
@@ -51,7 +51,7 @@ def _backward(dout, dlse, out, lse, *arguments):
 
 def _run_forward(problem, operands):
     plan = dispatch.plan_for(problem, operands.q.device, "forward")
-    with _on_device_of(operands.q):
+    with hardware.on_device_of(operands.q):
         return plan.run("forward", problem, operands)
 
 
@@ -60,7 +60,7 @@ def _run_backward(problem, operands, out, lse, dout, dlse):
     if dout.stride(-1) != 1:
         # autograd made it (out.sum() gives an expanded one); the caller can't do better
         dout = dout.contiguous()
-    with _on_device_of(operands.q):
+    with hardware.on_device_of(operands.q):
         dq, dk, dv, dsinks = plan.run("backward", problem, operands, out, lse, dout, dlse)
     return dq, dk, dv, _no_sinks(dq) if dsinks is None else dsinks
 
@@ -100,29 +100,11 @@ def _no_sinks(like):
     return like.new_empty((0,))
 
 
-class _NoSwitch:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
-
-
-_NO_SWITCH = _NoSwitch()
-
-
-def _on_device_of(tensor):
-    """Launch on the tensor's GPU; free where it is the current one."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return _NO_SWITCH
-    return torch.cuda.device(tensor.device)
-
-
 forward_op = torch.ops.flashtile.forward.default
 backward_op = torch.ops.flashtile.backward.default
 
 
-def _unobserved(q, k, v):
+def unobserved(q, k, v):
     """Whether plain tensors are computed at once: no mode, transform, subclass or profiler wants to see the op.
 
     Then its body is called instead of the op: that saves 7 us of 20 arguments' way through torch's dispatcher.
@@ -157,7 +139,7 @@ def _differentiate(ctx, dout, dlse, problem=None, first=0):
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if problem is not None and _unobserved(*tensors[:3]):
+    if problem is not None and unobserved(*tensors[:3]):
         dq, dk, dv, dsinks = _run_backward(problem, Operands(*tensors), out, lse, dout, dlse)
     else:
         dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
@@ -214,7 +196,7 @@ def attention(
                    return_lse=return_lse)  # fmt: skip
     q, k, v = operands.q, operands.k, operands.v
     problem = None
-    if _unobserved(q, k, v):
+    if unobserved(q, k, v):
         problem = known(operands, options)
     else:
         _refuse_transforms()
@@ -225,7 +207,7 @@ def attention(
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
         operands, problem = operands._replace(rng_state=draw_rng_state(q.device)), None
-    if problem is None and _unobserved(q, k, v):
+    if problem is None and unobserved(q, k, v):
         problem = AttentionProblem.of_call(operands, **options)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or operands.sinks is not None and operands.sinks.requires_grad

@@ -102,8 +102,8 @@ class AttentionProblem:
             seqlen_k = k.shape[1]
             total_q = total_k = None
         _check_seqused(operands, batch)
-        _check_per_head(operands, batch, num_heads)
-        window = _checked_window(window, causal, seqlen_q, seqlen_k)
+        check_per_head(operands, batch, num_heads)
+        window = checked_window(window, causal, seqlen_q, seqlen_k)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         if not math.isfinite(scale):
             raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
@@ -124,7 +124,7 @@ class AttentionProblem:
             dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None, has_sinks=operands.sinks is not None,
             deterministic=deterministic, return_lse=return_lse, total_q=total_q, total_k=total_k,
             has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
-            wide_rows=widest >= 2**22, unaligned=_unaligned(q) or _unaligned(k) or _unaligned(v),
+            wide_rows=widest >= 2**22, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
         )  # fmt: skip
 
     @classmethod
@@ -133,7 +133,7 @@ class AttentionProblem:
         if torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
             # Symbolic sizes have no hash
             return cls.from_tensors(operands, **options)
-        if operands.cu_seqlens_q is not None and _values_readable(operands.q):
+        if operands.cu_seqlens_q is not None and values_readable(operands.q):
             return cls.from_tensors(operands, **options)
         call = _call_key(operands, options)
         problem = _DESCRIBED.get(call)
@@ -213,7 +213,7 @@ def known(operands, options) -> AttentionProblem | None:
 
     options: as of_call takes them. Arguments of any type: None where they are no call at all.
     """
-    if operands.cu_seqlens_q is not None and _values_readable(operands.q):
+    if operands.cu_seqlens_q is not None and values_readable(operands.q):
         return None
     try:
         return _DESCRIBED.get(_call_key(operands, options))
@@ -259,7 +259,7 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
                                        "Detach them: alibi_slopes.detach()."))  # fmt: skip
 
 
-def _unaligned(x) -> bool:
+def is_unaligned(x) -> bool:
     """Whether rows begin elsewhere than at multiples of 16 bytes. A traced tensor has no address: its strides must do."""
     elements = 16 // x.element_size()
     has_address = not torch.compiler.is_compiling() and type(x) is torch.Tensor
@@ -309,7 +309,7 @@ def _check_qkv(q, k, v, varlen) -> None:
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 
-def _check_index(name, x, device, shape) -> None:
+def check_index(name, x, device, shape) -> None:
     """An int32 vector on the device of q."""
     if x.dtype != torch.int32:
         raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
@@ -328,23 +328,23 @@ def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
                            ("cu_seqlens_k", operands.cu_seqlens_k, "cu_seqlens_q")):  # fmt: skip
         if x is None:
             raise ShapeError(explain(name, f"a tensor, since {other} is given", None, "Pass both, or neither."))
-        _check_index(name, x, operands.q.device, batch if batch is None else batch + 1)
+        check_index(name, x, operands.q.device, batch if batch is None else batch + 1)
         if x.shape[0] < 2:
             raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", _describe(x)))
         batch = x.shape[0] - 1
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not 0 <= length <= INT32_MAX:
             raise ValueRangeError(explain(name, f"0 <= {name} <= {INT32_MAX}", length))
-    if _values_readable(operands.q):
+    if values_readable(operands.q):
         for name, x, total, longest in (
             ("cu_seqlens_q", operands.cu_seqlens_q, operands.q.shape[0], max_seqlen_q),
             ("cu_seqlens_k", operands.cu_seqlens_k, operands.k.shape[0], max_seqlen_k),
         ):
-            _check_cu_seqlens_values(name, x.tolist(), total, longest)
+            check_cu_seqlens_values(name, x.tolist(), total, longest)
     return batch
 
 
-def _check_cu_seqlens_values(name, values, total, longest) -> None:
+def check_cu_seqlens_values(name, values, total, longest) -> None:
     lengths = [stop - start for start, stop in pairwise(values)]
     if values[0] != 0:
         raise ValueRangeError(explain(name, "a first entry of 0", values[0]))
@@ -368,8 +368,8 @@ def _check_seqused(operands, batch) -> None:
             raise ShapeError(
                 explain(name, "cu_seqlens_q and cu_seqlens_k beside it", "a batched call", "Use attention_varlen.")
             )
-        _check_index(name, x, operands.q.device, batch)
-        if _values_readable(operands.q):
+        check_index(name, x, operands.q.device, batch)
+        if values_readable(operands.q):
             cu_seqlens = (operands.cu_seqlens_q if name == "seqused_q" else operands.cu_seqlens_k).tolist()
             for i, used in enumerate(x.tolist()):
                 room = cu_seqlens[i + 1] - cu_seqlens[i]
@@ -377,7 +377,7 @@ def _check_seqused(operands, batch) -> None:
                     raise ValueRangeError(explain(f"{name}[{i}]", f"0 to the sequence's length {room}", used))
 
 
-def _check_per_head(operands, batch, num_heads) -> None:
+def check_per_head(operands, batch, num_heads) -> None:
     """ALiBi slopes and sinks."""
     slopes, sinks = operands.alibi_slopes, operands.sinks
     if slopes is not None:
@@ -403,7 +403,7 @@ def _check_per_head(operands, batch, num_heads) -> None:
             )
 
 
-def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:
+def checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:
     """window as a tuple; causal closes its right side at the diagonal; a side that hides nothing is None."""
     for side, value in zip(("left", "right"), window):
         if value is None:
@@ -425,7 +425,7 @@ def _checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int
     return left, right
 
 
-def _values_readable(tensor) -> bool:
+def values_readable(tensor) -> bool:
     """Whether index tensors may be read: for nothing on a CPU, with a wait for the device where debugging is on."""
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor):
         return False

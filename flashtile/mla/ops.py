@@ -41,15 +41,8 @@ def _decode(*arguments):
     chosen = plan.plan_for(problem, operands.q.device)
     if operands.schedule is None and chosen.tier != "reference":
         operands = operands._replace(schedule=schedule_of(problem, operands))
-    return _on_device_of(operands.q, chosen.module.launch, problem, chosen.config, operands)
-
-
-def _on_device_of(tensor, launch, *arguments, **options):
-    """Launch on the tensor's GPU; free where it is the current one."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return launch(*arguments, **options)
-    with torch.cuda.device(tensor.device):
-        return launch(*arguments, **options)
+    with hardware.on_device_of(operands.q):
+        return chosen.module.launch(problem, chosen.config, operands)
 
 
 @torch.library.register_fake("flashtile::mla_decode")
@@ -70,8 +63,8 @@ def _schedule(like, lengths, fixed_length, num_sequences, seqlen_q, num_rows, nu
     if num_sequences:
         from flashtile.mla import schedule
 
-        _on_device_of(table, schedule.launch, table, lengths, fixed_length=fixed_length, num_sequences=num_sequences,
-                      seqlen_q=seqlen_q)  # fmt: skip
+        with hardware.on_device_of(table):
+            schedule.launch(table, lengths, fixed_length=fixed_length, num_sequences=num_sequences, seqlen_q=seqlen_q)
     return table
 
 

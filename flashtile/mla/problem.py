@@ -8,7 +8,7 @@ import torch
 
 from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
 from flashtile.mla import cache
-from flashtile.problem import _unaligned, _values_readable
+from flashtile.problem import is_unaligned, values_readable
 
 HEAD_DIM_V = cache.LATENT_DIM
 HEAD_DIMS = (HEAD_DIM_V, HEAD_DIM_V + cache.ROPE_DIM)
@@ -89,13 +89,13 @@ class MlaProblem:
             head_dim_v=head_dim_v, dtype=q.dtype, num_pages=num_pages, page_size=page_size, causal=causal and seqlen_q > 1,
             softmax_scale=float(scale), topk=operands.indices.shape[2] if sparse else None,
             has_topk_length=operands.topk_length is not None, fp8=fp8, has_sinks=operands.sinks is not None,
-            lse_with_sinks=lse_with_sinks, unaligned=_unaligned(kv_cache),
+            lse_with_sinks=lse_with_sinks, unaligned=is_unaligned(kv_cache),
         )  # fmt: skip
 
     @classmethod
     def of_call(cls, operands, **options):
         """from_tensors, remembered by shapes, strides, dtypes and devices: a repeated call is not checked again."""
-        readable = _values_readable(operands.q)
+        readable = values_readable(operands.q)
         if readable or torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
             problem = cls.from_tensors(operands, **options)
             if readable:
