@@ -47,7 +47,7 @@ def ladder_steps(out, commit):
     checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
     rungs = [*python, "tests/gpu/sanitize.py", "ladder"]
     return {
-        "tests": [(120, [*python, "-m", "pytest", "tests/gpu/test_ladder.py", "-q", "-n", str(min(14, os.cpu_count() or 1))])],
+        "tests": [(120, [*python, "-m", "pytest", "tests/gpu/test_ladder_gpu.py", "-q", "-n", str(min(14, os.cpu_count() or 1))])],
         "run": [(120, [*run, "-b", "4", "-s", "4k", "--json", str(out / "ladder.json")]),
                 (120, [*run, *lengths, "--json", str(out / "ladder-lengths.json")])],
         "sanitizer": [(90, [*checker, "memcheck", *rungs]), (90, [*checker, "racecheck", *rungs])],
