@@ -2,8 +2,9 @@
 
 A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) ->
 reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward()
-and run_backward(). out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is
-skipped silently: a plan carries every refusal before it.
+and run_backward(). With yields(problem, device, direction) -> reason or None it leaves to later tiers what they do faster. out
+and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped silently: a plan
+carries every refusal before it.
 """
 
 import logging
@@ -81,6 +82,8 @@ def plan(problem, device, direction="forward", prefer=()) -> Plan:
     refusals = []
     for name, tier in tiers.items():
         reason = tier.refuses(problem, device, direction)
+        if reason is None and name not in prefer and hasattr(tier, "yields"):
+            reason = tier.yields(problem, device, direction)
         if reason is None:
             return Plan(name, tier.configs(problem, device, direction), tuple(refusals), tier)
         refusals.append((name, reason))

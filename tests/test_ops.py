@@ -123,6 +123,10 @@ def test_hopper_comes_first_on_hopper():
         assert plan.tier == "portable" and "float32" in dict(plan.refusals)["hopper"]
         with pytest.raises(flashtile.UnsupportedError, match="hopper: "):
             dispatch.plan(in_fp32, h200, direction, ("hopper",))
+    small = dataclasses.replace(problem, batch=1, seqlen_q=64, seqlen_k=64)
+    plan = dispatch.plan(small, h200, "forward")
+    assert plan.tier == "portable" and "starts slowly" in dict(plan.refusals)["hopper"]
+    assert dispatch.plan(small, h200, "forward", ("hopper", "portable")).tier == "hopper"
 
 
 def test_plan_is_made_once_for_equal_problems():

@@ -5,6 +5,8 @@ import torch
 from flashtile import tiles
 
 DIRECTIONS = ("forward", "backward")
+# Forward FLOPs up to which the start of this tier's kernel is most of its time.
+SMALL_FLOPS = 200e6
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -23,6 +25,14 @@ def refuses(problem, device, direction) -> str | None:
         return "does not take dropout yet"
     if problem.unaligned:
         return "TMA needs strides of q, k and v that are multiples of 16 bytes"
+    return None
+
+
+def yields(problem, device, direction) -> str | None:
+    """Why a later tier is faster for a problem that this one takes, or None."""
+    if direction == "forward" and not problem.varlen and problem.flops("fwd") < SMALL_FLOPS:
+        # 12 us (first rows of benchmarks/results/nvidia-h200/guide.json) against 6 to 7 in one run that is not recorded
+        return f"starts slowly: the portable kernel is faster below {SMALL_FLOPS / 1e9:.1f} GFLOP"
     return None
 
 
