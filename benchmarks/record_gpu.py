@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# of pytest; each has a context on the GPU
+PROCESSES = str(min(14, os.cpu_count() or 1))
 
 
 def steps(tier, out, commit):
@@ -27,7 +29,7 @@ def steps(tier, out, commit):
              "--rounds", "9", "--rep-ms", "60", "--no-progress", "--json", str(out / f"paper-{tier}.json")]  # fmt: skip
     checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
     features = [*python, "tests/gpu/sanitize.py", tier]
-    tests = [*python, "-m", "pytest", "tests/gpu", "-q", "-n", str(min(14, os.cpu_count() or 1)), "-k", f"{tier} or not hopper"]
+    tests = [*python, "-m", "pytest", "tests/gpu", "-q", "-n", PROCESSES, "-k", f"{tier} or not hopper"]
     return {
         "tests": [(480, tests)],
         "sanitizer": [(120, features), (200, [*checker, "memcheck", *features]), (200, [*checker, "racecheck", *features])] + [
@@ -47,7 +49,7 @@ def ladder_steps(out, commit):
     checker = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
     rungs = [*python, "tests/gpu/sanitize.py", "ladder"]
     return {
-        "tests": [(120, [*python, "-m", "pytest", "tests/gpu/test_ladder_gpu.py", "-q", "-n", str(min(14, os.cpu_count() or 1))])],
+        "tests": [(120, [*python, "-m", "pytest", "tests/gpu/test_ladder_gpu.py", "-q", "-n", PROCESSES])],
         "run": [(120, [*run, "-b", "4", "-s", "4k", "--json", str(out / "ladder.json")]),
                 (120, [*run, *lengths, "--json", str(out / "ladder-lengths.json")])],
         "sanitizer": [(90, [*checker, "memcheck", *rungs]), (90, [*checker, "racecheck", *rungs])],
