@@ -26,12 +26,14 @@ def test_work_floor_and_memory(capsys):
     assert "naive keeps scores and p: 4 GiB" in text
 
 
-@pytest.mark.parametrize("target, plan", [("A100", "portable: forward 128x64"), ("sm_90", "hopper: forward 256x64")])
-def test_tiles_of_a_target(capsys, target, plan):
-    code, text = explain(capsys, "--target", target)
+@pytest.mark.parametrize("target, batch, plan", [
+    ("A100", "2", "portable: forward 128x64"), ("sm_90", "2", "portable: forward 64x64"), ("sm_90", "4", "hopper: forward 256x64"),
+])  # fmt: skip
+def test_tiles_of_a_target(capsys, target, batch, plan):
+    code, text = explain(capsys, "--target", target, "-b", batch)
     assert code == 0
     assert f"forward {plan}" in text
-    assert ("not hopper: " in text) == (target == "A100")
+    assert ("not hopper: " in text) == plan.startswith("portable")
 
 
 def test_latent_decode(capsys):

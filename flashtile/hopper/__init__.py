@@ -5,8 +5,6 @@ import torch
 from flashtile import tiles
 
 DIRECTIONS = ("forward", "backward")
-# Forward FLOPs up to which the start of this tier's kernel is most of its time.
-SMALL_FLOPS = 200e6
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -30,9 +28,13 @@ def refuses(problem, device, direction) -> str | None:
 
 def yields(problem, device, direction) -> str | None:
     """Why a later tier is faster for a problem that this one takes, or None."""
-    if direction == "forward" and not problem.varlen and problem.flops("fwd") < SMALL_FLOPS:
-        # 12 us (first rows of benchmarks/results/nvidia-h200/guide.json) against 6 to 7 in one run that is not recorded
-        return f"starts slowly: the portable kernel is faster below {SMALL_FLOPS / 1e9:.1f} GFLOP"
+    if direction == "forward":
+        # This kernel takes 12 us at least (guide.json under benchmarks/results/nvidia-h200). The portable one's tiles are half as
+        # high or less: it uses twice the multiprocessors, each at two thirds of the speed (paper-portable.json).
+        sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
+        num_tiles = sequences * problem.num_heads * -(-rows // tiles.hopper_config(problem, device).tile_m)
+        if 2 * num_tiles <= device.num_sms:
+            return f"fills {num_tiles} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
     return None
 
 
