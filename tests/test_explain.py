@@ -27,7 +27,8 @@ def test_work_floor_and_memory(capsys):
 
 
 @pytest.mark.parametrize("target, batch, plan", [
-    ("A100", "2", "portable: forward 128x64"), ("sm_90", "2", "portable: forward 64x64"), ("sm_90", "4", "hopper: forward 256x64"),
+    ("A100", "2", "portable: forward 128x64"), ("sm_90", "2", "portable: forward 64x64"),
+    ("sm_90", "4", "hopper: forward 256x64"),
 ])  # fmt: skip
 def test_tiles_of_a_target(capsys, target, batch, plan):
     code, text = explain(capsys, "--target", target, "-b", batch)
