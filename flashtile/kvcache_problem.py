@@ -15,6 +15,7 @@ from flashtile.problem import (
     HEAD_DIM_MULTIPLE,
     INT32_MAX,
     MAX_HEAD_DIM,
+    CallShape,
     check_cu_seqlens_values,
     check_index,
     check_per_head,
@@ -74,7 +75,7 @@ class CacheOptions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheProblem:
+class CacheProblem(CallShape):
     """One call on a cache without its data; lengths are on the device, so only their bound is known.
 
     capacity: tokens that a sequence can have. seqlen_q: queries of a sequence (the most of them in a packed call).
@@ -173,20 +174,6 @@ class CacheProblem:
             return_lse=options.return_lse,
             wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= 2**22,
         )  # fmt: skip
-
-    @property
-    def varlen(self) -> bool:
-        return self.total_q is not None
-
-    @property
-    def causal(self) -> bool:
-        """Whether the right side of the window is closed at the diagonal."""
-        return self.window[1] == 0
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.num_heads // self.num_heads_kv
 
     @property
     def appends(self) -> bool:

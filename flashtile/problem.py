@@ -42,8 +42,28 @@ class Operands(NamedTuple):
     rng_state: torch.Tensor | None = None
 
 
+class CallShape:
+    """What follows from the fields of any described call."""
+
+    __slots__ = ()
+
+    @property
+    def varlen(self) -> bool:
+        return self.total_q is not None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the right side of the window is closed at the diagonal."""
+        return self.window[1] == 0
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key-value head."""
+        return self.num_heads // self.num_heads_kv
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionProblem:
+class AttentionProblem(CallShape):
     """One attention call without its data: shapes, dtype, mask, scale, lengths.
 
     Packed (varlen) calls have total_q and total_k; seqlen_q and seqlen_k are then the longest sequences.
@@ -147,20 +167,6 @@ class AttentionProblem:
     def __hash__(self):
         # The shapes tell most problems apart, and all twenty fields take 2 us to hash.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
-
-    @property
-    def varlen(self) -> bool:
-        return self.total_q is not None
-
-    @property
-    def causal(self) -> bool:
-        """Whether the right side of the window is closed at the diagonal."""
-        return self.window[1] == 0
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key-value head."""
-        return self.num_heads // self.num_heads_kv
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
