@@ -165,7 +165,7 @@ class AttentionProblem(CallShape):
         return problem
 
     def __hash__(self):
-        # The shapes tell most problems apart, and all twenty fields take 2 us to hash.
+        # The shapes tell most problems apart, and to hash all twenty fields would cost each call.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
 
     @property

@@ -1,8 +1,8 @@
 """Launch a kernel again without Triton's look at every argument.
 
-`kernel[grid](...)` describes each argument to find the compiled kernel: 30 us of host time for sixty of them. A caller that
-has a key for everything which that depends on (shapes, strides, dtypes, alignment to 16 bytes, options) gets the kernel and
-the arguments of its first launch back, and exchanges the tensors alone.
+`kernel[grid](...)` describes each argument to find the compiled kernel, which is most of a small call's host time. A caller
+that has a key for everything which that depends on (shapes, strides, dtypes, alignment to 16 bytes, options) gets the kernel
+and the arguments of its first launch back, and exchanges the tensors alone.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def first_launch(kernel, grid, arguments, constexprs, num_warps, num_stages, aga
     """Launch a kernel as Triton does. Returns how to do it again, or None where nothing was compiled for a GPU.
 
     arguments: tensors and tuples of them first to last; constexprs: the kernel's remaining arguments, by name. again: whether
-    the call was seen before. A Relaunch takes 300 us to make, too much where every call has another shape.
+    the call was seen before. A Relaunch takes far longer to make than a launch, too long where every call has another shape.
     """
     compiled = kernel[grid](*arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
     if not again or getattr(compiled, "function", None) is None:
@@ -41,7 +41,8 @@ def first_launch(kernel, grid, arguments, constexprs, num_warps, num_stages, aga
 def _filler(arguments) -> Callable:
     """A function of tensors that gives the nested tuple `arguments` with their addresses instead of the tensors in it.
 
-    It is compiled from its text, `lambda t: ((t[0].data_ptr(), c[0], c[1]), ...)`: a walk through the nest takes 10 us.
+    It is compiled from its text, `lambda t: ((t[0].data_ptr(), c[0], c[1]), ...)`: a walk through the nest
+    at each launch takes longer than the launch.
     """
     constants = []
     num_tensors = 0

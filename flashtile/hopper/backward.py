@@ -33,10 +33,10 @@ and for larger head dims (64 keys), where one partition cannot hold dk and dv:
     dscores   4 warps   dp, dscores, dk
     loads     1 warp
 
-Limit: the shared-memory pipe, 86% busy at head dim 128 (tensor cores 69%): a 64 x 128 step is 2560 tensor cycles and 3200
-wavefronts. Hence nothing is read twice that registers can hold, and dq pays most (512 + 512 of the wavefronts). At 16384
-tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth: at 512 tokens a quarter
-of the whole.
+Limit (counters and times not recorded): the shared-memory pipe, 86% busy at head dim 128 (tensor cores 69%): a 64 x 128 step is
+2560 tensor cycles and 3200 wavefronts. Hence nothing is read twice that registers can hold, and dq pays most (512 + 512 of the
+wavefronts). At 16384 tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth:
+at 512 tokens a quarter of the whole.
 
 Measured while it was written, not yet recorded under benchmarks/results (H200, torch 2.11, cuDNN 9.19, Triton 3.6; 16384
 tokens, 2048 / head_dim heads, bf16, random data; do_bench, medians of three rounds, interleaved; the whole backward with both
@@ -1294,7 +1294,7 @@ def row_descriptor(x, rows):
 
 
 def _descriptor(x, shape, strides, block_shape, layout):
-    """A TensorDescriptor without its own checks, which cost 4 us each, more than the launch of a small kernel in all."""
+    """A TensorDescriptor without its own checks, which cost more host time than the launch of a small kernel."""
     descriptor = TensorDescriptor.__new__(TensorDescriptor)
     descriptor.__dict__.update(base=x, shape=shape, strides=strides, block_shape=block_shape, layout=layout, padding="zero")
     return descriptor
