@@ -30,7 +30,7 @@ def calls():
     q, k, v, dout = make_inputs(case, "cuda", dout=True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     found = {}
-    for name in ("flashtile", "sdpa-flash", "sdpa-cudnn", "fa3", "flash-attn"):
+    for name in ("flashtile", "sdpa-flash", "sdpa-cudnn", "fa3", "flash_attn"):
         if peers.unavailable(name, "cuda"):
             continue
         attend = peers.load(name, "cuda")

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = [sys.executable]
 FLASHTILE = [*PYTHON, "-m", "flashtile"]
-CHECKER = ["compute-sanitizer", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
+# Of kernels: cuda-core probes for driver functions that older drivers lack, which the checker counts as errors of the program
+CHECKER = ["compute-sanitizer", "--report-api-errors", "no", "--print-limit", "3", "--error-exitcode", "9", "--tool"]
 
 
 def pytest(*arguments):

@@ -61,6 +61,22 @@ def test_dense_forward_and_backward(causal):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("layout", ["heads first", "heads second", "packed"])
+def test_results_have_the_strides_of_the_inputs(layout):
+    """What torch.compile asserts of this operator."""
+    if layout == "packed":
+        q, k, v = torch.randn(3, 2, 9, 3, 2, 16).select(0, 0).unbind(2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    else:
+        q, k, v = (x.float() for x in qkv())
+    if layout == "heads second":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    out, lse, *_, rng_state, unused = sdpa.scaled_dot_product_flash_attention(q, k, v)[:8]
+    assert out.stride() == torch.empty_like(q).stride()
+    grads = sdpa.scaled_dot_product_flash_attention_backward(out, q, k, v, out, lse, None, None, 9, 9, 0.0, False, rng_state, unused)
+    assert [x.stride() for x in grads] == [torch.empty_like(x).stride() for x in (q, k, v)]
+
+
 def test_dropout_is_the_same_in_both_directions():
     """v is the unit matrix, so out holds the dropped weights; dv of a column of dout sums them up."""
     q, k, _ = qkv(seqlen_q=12, seqlen_k=16)

@@ -118,7 +118,7 @@ def scaled_dot_product_flash_attention(
         *(x.transpose(1, 2) for x in (query, key, value)), None, None, query.shape[2], key.shape[2], dropout_p, is_causal,
         return_debug_mask, scale=scale,
     )  # fmt: skip
-    return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *rest
+    return _laid_out_as(query, out.transpose(1, 2)), lse, None, None, query.shape[2], key.shape[2], *rest
 
 
 def scaled_dot_product_flash_attention_backward(
@@ -129,7 +129,7 @@ def scaled_dot_product_flash_attention_backward(
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     gradients = flash_attention_backward(*tensors, logsumexp, None, None, max_q, max_k, dropout_p, is_causal, philox_seed,
                                          philox_offset, scale=scale)  # fmt: skip
-    return tuple(x.transpose(1, 2) for x in gradients)
+    return tuple(_laid_out_as(like, x.transpose(1, 2)) for like, x in zip((query, key, value), gradients))
 
 
 # By the names of aten's operators
@@ -140,6 +140,12 @@ OPERATORS = {
     "_scaled_dot_product_flash_attention": scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_backward": scaled_dot_product_flash_attention_backward,
 }
+
+
+def _laid_out_as(like, x):
+    """x with the strides that torch.compile expects of this operator: those of its input, copied where they differ."""
+    result = torch.empty_like(like)
+    return x if x.stride() == result.stride() else result.copy_(x)
 
 
 def _options(operands, max_q, max_k, dropout_p, is_causal, scale, window):
