@@ -294,11 +294,13 @@ def ladder_tables(name) -> str:
     """What each rung costs and gains, forward without a mask and backward, at each head dim of a record."""
     record = load(name)
     # (mode, headdim, seqlen) -> backend -> row; rungs 1 to 4 ran in fp32
-    cells = {}
+    cells, naive = {}, {}
     for row in record["results"]:
         c = row["config"]
         if row["status"] == "ok" and not c["causal"] and (c["dtype"] != "fp32" or row["backend"].startswith("rung-")):
             cells.setdefault((row["mode"], c["headdim"], c["seqlen_q"]), {})[row["backend"]] = row
+        if row["status"] == "ok" and not c["causal"] and row["backend"] == "naive":
+            naive[row["mode"], c["headdim"], c["seqlen_q"], c["dtype"]] = row
     parts = [f"The ladder, no mask. {provenance(record, name)}"]
     for mode, head_dim in sorted({key[:2] for key in cells}, key=lambda key: (key[0] != "fwd", key[1])):
         seqlens = sorted(key[2] for key in cells if key[:2] == (mode, head_dim))
@@ -312,12 +314,14 @@ def ladder_tables(name) -> str:
             flash = longest.get("sdpa-flash")
             lines.append([rung.number, f"{rung.name}: {rung.idea}", row["config"]["dtype"],
                           *(f"{r['tflops']:.3g}" if r else "-" for r in rates), f"{row['roof_fraction']:.1%}",
-                          _times(before, row), _times(flash, row)])  # fmt: skip
+                          _times(before, row), _times(naive.get((mode, head_dim, seqlens[-1], row["config"]["dtype"])), row),
+                          _times(flash, row)])  # fmt: skip
             before = row
         header = ["rung", "what it adds", "dtype", *(f"{n} tokens" for n in seqlens), "of the roof", "over the rung before",
-                  "over SDPA flash"]  # fmt: skip
+                  "over PyTorch's naive", "over SDPA flash"]  # fmt: skip
         words = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward and backward"}[mode]
-        about = f"TFLOP/s {words}, head dim {head_dim}; the last columns at {seqlens[-1]} tokens."
+        about = (f"TFLOP/s {words}, head dim {head_dim}; the last columns at {seqlens[-1]} tokens. Naive has the dtype of the "
+                 "rung, SDPA flash fp16.")  # fmt: skip
         parts.append(f"{about}\n\n{markdown(header, lines)}")
     return "\n\n".join(parts)
 
