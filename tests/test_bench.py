@@ -164,25 +164,44 @@ def test_every_preset_builds_cases_that_survive_json():
             assert BenchCase.from_config(json.loads(json.dumps(case.config()))) == case, name
 
 
-def test_flags_of_a_case_give_the_case_back():
+@pytest.mark.parametrize("packed", [False, True])
+def test_flags_of_a_case_give_the_case_back(packed):
     import shlex
 
     from flashtile.cli.common import ShapeFlags
 
-    case = BenchCase(3, 128, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0)
+    case = BenchCase(3, 256, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0, 0.1, True)
+    if not packed:
+        case = dataclasses.replace(case, seqlen_q=128, varlen=False)
     names = {"-b": "batch", "-s": "seqlen", "--seqlen-q": "seqlen_q", "--nheads": "nheads", "--nheads-kv": "nheads_kv",
-             "-d": "headdim", "--dtype": "dtype", "--window": "window", "--softcap": "softcap"}  # fmt: skip
-    words, values = shlex.split(case.flags()), {"causal": True}
-    words.remove("--causal")
+             "-d": "headdim", "--dtype": "dtype", "--window": "window", "--softcap": "softcap",
+             "--dropout": "dropout"}  # fmt: skip
+    words, values = [word for word in shlex.split(case.flags()) if word not in ("--causal", "--varlen")], {"causal": True}
+    values["varlen"] = "--varlen" in case.flags()
     for flag, value in zip(words[::2], words[1::2], strict=True):
-        values[names[flag]] = float(value) if flag == "--softcap" else value
+        values[names[flag]] = float(value) if flag in ("--softcap", "--dropout") else value
     assert ShapeFlags(**values).cases("bf16") == [case]
 
 
 def test_cases_refuse_nonsense():
-    for changes in ({"batch": 0}, {"num_heads": 3, "num_heads_kv": 2}, {"dtype": "fp8"}):
+    for changes in ({"batch": 0}, {"num_heads": 3, "num_heads_kv": 2}, {"dtype": "fp8"}, {"dropout": 1.0},
+                    {"varlen": True, "seqlen_q": 8}):  # fmt: skip
         with pytest.raises(UsageError):
             dataclasses.replace(SMALL, **changes)
+
+
+def test_packed_cases_count_their_own_tokens():
+    case = dataclasses.replace(SMALL, batch=5, seqlen_q=256, seqlen_k=256, varlen=True)
+    assert case.lengths[0] == 256 == max(case.lengths) and min(case.lengths) >= 1 and len(set(case.lengths)) > 2
+    assert make_inputs(case, "cpu")[0].shape == (sum(case.lengths), case.num_heads, case.head_dim)
+    alone = [dataclasses.replace(case, batch=1, seqlen_q=n, seqlen_k=n, varlen=False) for n in case.lengths]
+    for mode in ("fwd", "bwd"):
+        assert case.flops(mode) == sum(one.flops(mode) for one in alone)
+        assert case.problem().bytes_moved(mode) == sum(one.problem().bytes_moved(mode) for one in alone)
+    assert case.problem().total_q == sum(case.lengths)
+    old = SMALL.config()
+    del old["dropout"], old["varlen"]
+    assert BenchCase.from_config(old) == SMALL
 
 
 def test_inputs_are_seeded_and_normal():
@@ -202,6 +221,25 @@ GATED = [
     dataclasses.replace(SMALL, num_heads=4, window=(7, 3), softcap=5.0, dtype="bf16"),
     dataclasses.replace(SMALL, head_dim=32, head_dim_v=16, batch=2, dtype="fp16"),
 ]
+
+
+@pytest.mark.parametrize("wrong", [None, "out", "dk"])
+def test_packed_sequences_are_checked_one_by_one(wrong):
+    case = dataclasses.replace(SMALL, batch=3, varlen=True, causal=True, dropout=0.2)
+    inputs = make_inputs(case, "cpu", 0, dout=True)
+    attend = peers.load("flashtile", "cpu")
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves, dataclasses.replace(case, dropout=0.0))
+    grads = list(torch.autograd.grad(out, leaves, inputs[3]))
+    out = out.detach()
+    if wrong == "out":
+        out[case.lengths[0]] += 0.1
+    elif wrong == "dk":
+        grads[1][-1] += 0.1
+    accuracy = gate.make(case, inputs).check(out, grads)
+    assert accuracy.passed == (wrong is None) and accuracy.of == 3 * case.num_heads_kv
+    if wrong:
+        assert [name for name, error in accuracy.errors.items() if not error.passed] == [wrong]
 
 
 @pytest.mark.parametrize("case", GATED, ids=BenchCase.label)
@@ -326,10 +364,12 @@ def test_a_failing_backend_is_a_row(monkeypatch, error, status, reason):
 
 def test_refusals_carry_their_reason():
     causal = dataclasses.replace(SMALL, causal=True, seqlen_q=32)
-    report = bench.compare([causal, dataclasses.replace(SMALL, softcap=9.0)], ["naive", "sdpa", "fa3"], ("fwd",), device="cpu",
-                           settings=QUICK)  # fmt: skip
+    packed = dataclasses.replace(SMALL, varlen=True)
+    cases = [causal, dataclasses.replace(SMALL, softcap=9.0), packed]
+    report = bench.compare(cases, ["naive", "sdpa", "fa3"], ("fwd",), device="cpu", settings=QUICK)
     reasons = [(r.backend, r.status, r.reason) for r in report.results if not r.ok]
     assert ("sdpa", "refused", "SDPA has no softcap") in reasons
+    assert ("sdpa", "refused", "measured here without packed sequences (--varlen)") in reasons
     assert any(name == "sdpa" and "top-left" in reason for name, _, reason in reasons)
     assert ("fa3", "unavailable", "needs a GPU") in reasons
 

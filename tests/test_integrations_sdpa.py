@@ -73,7 +73,8 @@ def test_results_have_the_strides_of_the_inputs(layout):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     out, lse, *_, rng_state, unused = sdpa.scaled_dot_product_flash_attention(q, k, v)[:8]
     assert out.stride() == torch.empty_like(q).stride()
-    grads = sdpa.scaled_dot_product_flash_attention_backward(out, q, k, v, out, lse, None, None, 9, 9, 0.0, False, rng_state, unused)
+    grads = sdpa.scaled_dot_product_flash_attention_backward(out, q, k, v, out, lse, None, None, 9, 9, 0.0, False, rng_state,
+                                                             unused)  # fmt: skip
     assert [x.stride() for x in grads] == [torch.empty_like(x).stride() for x in (q, k, v)]
 
 

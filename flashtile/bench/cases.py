@@ -5,8 +5,10 @@ Grammar, everywhere: `512,1k,2k` a list; `1k..16k` powers of two (each twice the
 """
 
 import itertools
+import random
 import tomllib
 from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from flashtile.errors import FlashtileError
@@ -27,7 +29,10 @@ class UsageError(FlashtileError, ValueError):
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One attention call to measure. Lengths in tokens; window counts keys left and right of the diagonal, None unbounded."""
+    """One attention call to measure. Lengths in tokens; window counts keys left and right of the diagonal, None unbounded.
+
+    varlen: sequences of different lengths, packed without padding, see `lengths`; seqlen is the longest. dropout: probability.
+    """
 
     batch: int = 2
     seqlen_q: int = 1024
@@ -40,6 +45,8 @@ class BenchCase:
     dtype: str = "bf16"
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
+    dropout: float = 0.0
+    varlen: bool = False
 
     def __post_init__(self):
         for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -49,6 +56,21 @@ class BenchCase:
             raise UsageError(f"nheads: expected a multiple of nheads-kv {self.num_heads_kv}, got {self.num_heads}.")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout: expected 0 (off) or more, and less than 1, got {self.dropout:g}.")
+        if self.varlen and self.seqlen_q != self.seqlen_k:
+            raise UsageError(f"varlen: expected seqlen-q as seqlen, {self.seqlen_k}, got {self.seqlen_q}.")
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence: seqlen_k; with varlen of the first, the others drawn log-uniformly from 1 to it.
+
+        The same draw for every case of this batch and seqlen.
+        """
+        if not self.varlen:
+            return (self.seqlen_k,) * self.batch
+        draw = random.Random(f"{self.batch} {self.seqlen_k}").random
+        return self.seqlen_k, *(int(self.seqlen_k ** draw()) for _ in range(self.batch - 1))
 
     @property
     def group_size(self) -> int:
@@ -73,8 +95,13 @@ class BenchCase:
         return AttentionProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+            window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
+            total_q=sum(self.lengths) if self.varlen else None, total_k=sum(self.lengths) if self.varlen else None,
         )  # fmt: skip
+
+    def flops(self, mode: str) -> int:
+        """Matmul FLOPs of "fwd", "bwd" or "fwd_bwd", of the sequences as long as they are."""
+        return self.problem().flops(mode, [(n, n) for n in self.lengths] if self.varlen else None)
 
     def cache_problem(self):
         """The CacheProblem of this case in the mode decode: a cache of seqlen_k slots a sequence, all in use."""
@@ -94,6 +121,8 @@ class BenchCase:
         words += ["causal"] if self.causal else []
         words += [f"window {_window_text(self.window)}"] if self.window != (None, None) else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
+        words += [f"dropout {self.dropout:g}"] if self.dropout else []
+        words += [f"varlen {sum(self.lengths)} tokens"] if self.varlen else []
         return " ".join([*words, self.dtype])
 
     @property
@@ -110,6 +139,8 @@ class BenchCase:
         words += ["--causal"] if self.causal else []
         words += ["--window", _window_text(self.window)] if self.window != (None, None) else []
         words += ["--softcap", f"{self.softcap:g}"] if self.softcap else []
+        words += ["--dropout", f"{self.dropout:g}"] if self.dropout else []
+        words += ["--varlen"] if self.varlen else []
         return " ".join(map(str, [*words, "--dtype", self.dtype]))
 
     def config(self) -> dict:
@@ -121,7 +152,8 @@ class BenchCase:
     @classmethod
     def from_config(cls, config: dict) -> "BenchCase":
         """The case of a JSON record's `config`."""
-        values = {field.name: config[_JSON_NAMES.get(field.name, field.name)] for field in fields(cls)}
+        # Older records lack the newer fields.
+        values = {field.name: config.get(_JSON_NAMES.get(field.name, field.name), field.default) for field in fields(cls)}
         return cls(**values | {"window": tuple(values["window"])})
 
 
@@ -211,6 +243,8 @@ class Shape:
     dtype: str | None = None
     window: str | None = None
     softcap: float | None = None
+    dropout: float | None = None
+    varlen: bool | None = None
     total_tokens: str | None = None
     hidden: str | None = None
 
@@ -248,7 +282,8 @@ class Shape:
             seqlens_q = parse_ints(self.seqlen_q, "seqlen-q") if self.seqlen_q else [seqlen]
             for batch, num_heads, seqlen_q, causal, dtype in itertools.product(batches, heads, seqlens_q, masks, dtypes):
                 for kv in parse_ints(self.nheads_kv, "nheads-kv") if self.nheads_kv else [num_heads]:
-                    cases.append(BenchCase(batch, seqlen_q, seqlen, num_heads, kv, dim, dim_v, causal, dtype, window, softcap))
+                    cases.append(BenchCase(batch, seqlen_q, seqlen, num_heads, kv, dim, dim_v, causal, dtype, window, softcap,
+                                           self.dropout or 0.0, bool(self.varlen)))  # fmt: skip
         return cases
 
     def _quotients(self, name, total_name, divisor, default) -> list[int]:
@@ -325,7 +360,7 @@ def presets() -> dict[str, Preset]:
         own = {}
         for name, table in tables.items():
             about = table.pop("about", "of flashtile.toml")
-            values = {key: value if isinstance(value, float) else str(value) for key, value in table.items()}
+            values = {key: value if isinstance(value, float | bool) else str(value) for key, value in table.items()}
             own[name] = Preset(about, (Shape(**values),))
             own[name].cases()
     except (tomllib.TOMLDecodeError, TypeError, AttributeError, KeyError, UsageError) as error:
@@ -362,6 +397,7 @@ def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> t
     Returns:
         q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_kv, head_dim),
         v (batch, seqlen_k, num_heads_kv, head_dim_v), dout (batch, seqlen_q, num_heads, head_dim_v); case.dtype, contiguous.
+        With varlen all are packed: (total tokens, heads, dim).
     """
     import torch
 
@@ -370,7 +406,18 @@ def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> t
     def normal(*shape):
         return torch.randn(shape, device=device, dtype=case.torch_dtype, generator=generator)
 
-    q = normal(case.batch, case.seqlen_q, case.num_heads, case.head_dim)
-    k = normal(case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim)
-    v = normal(case.batch, case.seqlen_k, case.num_heads_kv, case.head_dim_v)
-    return q, k, v, normal(case.batch, case.seqlen_q, case.num_heads, case.head_dim_v) if dout else None
+    rows_q, rows_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
+    if case.varlen:
+        rows_q = rows_k = (sum(case.lengths),)
+    q = normal(*rows_q, case.num_heads, case.head_dim)
+    k = normal(*rows_k, case.num_heads_kv, case.head_dim)
+    v = normal(*rows_k, case.num_heads_kv, case.head_dim_v)
+    return q, k, v, normal(*rows_q, case.num_heads, case.head_dim_v) if dout else None
+
+
+@lru_cache(maxsize=16)
+def cu_seqlens(case: BenchCase, device):
+    """Where the sequences of a case with varlen begin and end in its packed tensors: int32 (batch + 1,) on the device."""
+    import torch
+
+    return torch.tensor([0, *itertools.accumulate(case.lengths)], dtype=torch.int32, device=device)

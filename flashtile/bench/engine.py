@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -447,12 +447,11 @@ class _Measurement:
                     self._add(case, name, mode, status, reason)
 
     def _add(self, case, name, mode, status="ok", reason="", **more) -> Result:
-        problem = case.problem()
         work = "fwd" if mode in FORWARD_MODES else mode
         repro = f"flashtile run {case.flags()} --mode {mode}"
         repro += f" --backend {name}" if name != SUBJECT else ""
         repro += f" --seed {self.settings.seed}" + (" --device cpu" if self.device.type == "cpu" else "")
-        result = Result(case, name, mode, status, reason, flops=problem.flops(work), bytes=problem.bytes_moved(work),
+        result = Result(case, name, mode, status, reason, flops=case.flops(work), bytes=case.problem().bytes_moved(work),
                         repro=repro, **more)  # fmt: skip
         self.report.results.append(result)
         return result
@@ -483,7 +482,9 @@ class _Measurement:
             return None
         self._step(case, f"{name}: first call (compiles)" if name == SUBJECT else f"{name}: first call")
         try:
-            facts, out, grads = self._first_calls(state, name, attend, modes)
+            facts, out, grads = self._first_calls(state, name, attend, modes, case)
+            if case.dropout and self.settings.check:
+                _, out, grads = self._first_calls(state, name, attend, modes, replace(case, dropout=0.0))
             if self.settings.check:
                 self._step(case, f"{name}: checking against float64")
                 accuracy = state.gate(self.with_grad).check(out, grads)
@@ -502,8 +503,8 @@ class _Measurement:
         state.facts[name] = facts
         return attend
 
-    def _first_calls(self, state, name, attend, modes):
-        """The first call of each direction, timed by the host: (facts, out, (dq, dk, dv) or None).
+    def _first_calls(self, state, name, attend, modes, case):
+        """The first call of each direction of a case, timed by the host: (facts, out, (dq, dk, dv) or None).
 
         flashtile's kernels are compiled side by side first; that time counts to the call.
         """
@@ -511,14 +512,14 @@ class _Measurement:
         kept = {}
         ahead = {}
         if name == SUBJECT and self.device.type == "cuda" and modes != [DECODE]:
-            ahead = peers.compile_ahead(state.q, state.k, state.v, state.case, forward_only=modes == ["fwd"])
+            ahead = peers.compile_ahead(state.q, state.k, state.v, case, forward_only=modes == ["fwd"])
 
         def forward():
             with torch.no_grad():
-                kept["out"] = attend(state.q, state.k, state.v, state.case)
+                kept["out"] = attend(state.q, state.k, state.v, case)
 
         def forward_with_grad():
-            kept["graph"] = attend(*state.leaves, state.case)
+            kept["graph"] = attend(*state.leaves, case)
 
         def backward():
             kept["grads"] = torch.autograd.grad(kept.pop("graph"), state.leaves, state.dout)
@@ -715,9 +716,9 @@ class CaseTensors:
         self.facts: dict[str, dict] = {}
         self._gate = None
 
-    def gate(self, with_grad) -> gate.Gate:
+    def gate(self, with_grad):
         if self._gate is None:
-            self._gate = gate.Gate(self.case, (self.q, self.k, self.v, self.dout if with_grad else None))
+            self._gate = gate.make(self.case, (self.q, self.k, self.v, self.dout if with_grad else None))
         return self._gate
 
     def bytes(self, mode) -> int:

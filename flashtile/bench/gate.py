@@ -2,19 +2,23 @@
 
 Both errors are against float64. Key-value heads are independent of each other, so on large cases a few of them, spread over
 the batch, are checked in full instead of all; and query rows go in blocks, so that no (seqlen_q, seqlen_k) tensor must fit.
+Of packed sequences some are checked, each as a case of its own. Dropout draws differ between backends: they are checked
+without it, and timed with it.
 """
 
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from flashtile.bench.peers import naive_attention
+from flashtile.bench.peers import naive_attention, sequences
 
 FACTOR = 2.0
 # Scores checked a case, and scores in memory at once: by device type.
 CHECKED_SCORES = {"cuda": 1 << 28, "cpu": 1 << 22}
 BLOCK_SCORES = {"cuda": 1 << 26, "cpu": 1 << 21}
 NAMES = ("out", "dq", "dk", "dv")
+# Sequences of a packed case that are checked
+MAX_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,39 @@ class Gate:
                 dkv = dkv_part if dkv is None else [a + b for a, b in zip(dkv, dkv_part, strict=True)]
             results.append([torch.cat(outs, 1)] + ([torch.cat(dqs, 1), *dkv] if dkv else []))
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+
+class PackedGate:
+    """The same for a case with varlen: a Gate for each of some sequences, the longest and the shortest among them."""
+
+    def __init__(self, case, inputs):
+        self.of = case.batch * case.num_heads_kv
+        parts = sorted(sequences(case), key=lambda part: part[1].seqlen_k)
+        count = min(MAX_SEQUENCES, len(parts))
+        chosen = [parts[i * (len(parts) - 1) // max(1, count - 1)] for i in range(count)][::-1]
+        self.gates = [(rows, Gate(one, [self._one(x, rows) for x in inputs])) for rows, one in chosen]
+
+    def check(self, out, grads=None) -> Accuracy:
+        """Compare out (total tokens, num_heads, head_dim_v) and, where given, (dq, dk, dv).
+
+        The largest error of a sequence against the largest limit: of a sequence of one token PyTorch's error is 0.
+        """
+        found = [one.check(self._one(out, rows), None if grads is None else [self._one(x, rows) for x in grads])
+                 for rows, one in self.gates]  # fmt: skip
+        errors = {}
+        for name in found[0].errors:
+            each = [accuracy.errors[name] for accuracy in found]
+            largest = [max(getattr(error, what) for error in each) for what in ("max_abs", "rmse", "torch_same_dtype", "limit")]
+            # A nan fails the comparison.
+            errors[name] = Error(*largest, all(error.max_abs <= largest[-1] for error in each))
+        return Accuracy(errors, sum(accuracy.checked for accuracy in found), self.of)
+
+    @staticmethod
+    def _one(x, rows):
+        return None if x is None else x[rows].unsqueeze(0)
+
+
+def make(case, inputs):
+    """The Gate or PackedGate of a case, without its dropout."""
+    case = replace(case, dropout=0.0)
+    return (PackedGate if case.varlen else Gate)(case, inputs)

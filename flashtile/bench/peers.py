@@ -1,22 +1,24 @@
 """Every backend that the benchmark can time, one entry each: what it is, how to get it, which cases it refuses and why.
 
-A backend is a function attend(q, k, v, case) -> out on (batch, seqlen, heads, head_dim) tensors, differentiable where its
-entry says so. Peers that want (batch, heads, seqlen, head_dim) get transposed views, never copies. Semantics are flashtile's:
-causal is aligned bottom-right, rows without a visible key give 0; what a peer can't do so, it refuses.
+A backend is a function attend(q, k, v, case) -> out on (batch, seqlen, heads, head_dim) tensors, or packed ones
+(total tokens, heads, head_dim) where case.varlen, differentiable where its entry says so. Peers that want
+(batch, heads, seqlen, head_dim) get transposed views, never copies. Semantics are flashtile's: causal is aligned bottom-right,
+rows without a visible key give 0; what a peer can't do so, it refuses.
 """
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module, metadata
 
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import DECODE, FORWARD_MODES, UsageError
+from flashtile.bench.cases import DECODE, FORWARD_MODES, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, UnsupportedError
 
 
@@ -30,13 +32,19 @@ class Refused(FlashtileError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None."""
+    """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None.
+
+    dense, varlen, dropout: whether it takes such cases here.
+    """
 
     name: str
     about: str
     load: Callable
     refuses: Callable
     backward: bool = True
+    dense: bool = True
+    varlen: bool = False
+    dropout: bool = False
     # Distribution whose version is recorded.
     package: str = "torch"
 
@@ -44,6 +52,14 @@ class Backend:
         """Why this backend can't run a case in a mode, or None."""
         if mode not in FORWARD_MODES and not self.backward:
             return "forward only: no backward"
+        if case.varlen and not self.varlen:
+            return "measured here without packed sequences (--varlen)"
+        if not case.varlen and not self.dense:
+            return "packed sequences only: --varlen"
+        if case.dropout and not self.dropout:
+            return "measured here without dropout"
+        if mode == DECODE and (case.varlen or case.dropout):
+            return "decoding is measured without dropout and packed sequences"
         return self.refuses(case, mode, device)
 
     def version(self) -> str | None:
@@ -57,12 +73,21 @@ class Backend:
 
 
 def _load_flashtile(device):
-    from flashtile.api import attention
+    from flashtile.api import attention, attention_varlen
 
     def attend(q, k, v, case):
-        return attention(q, k, v, causal=case.causal, window=case.window, softcap=case.softcap)
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "dropout_p": case.dropout}
+        if case.varlen:
+            return attention_varlen(q, k, v, **packing(case, q.device), **options)
+        return attention(q, k, v, **options)
 
     return attend
+
+
+def packing(case, device) -> dict:
+    """Of a case with varlen: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, by the names of the field."""
+    starts = cu_seqlens(case, device)
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
 
 
 def attend_cache(q, k, v, case):
@@ -91,11 +116,17 @@ def _flashtile_refuses(case, mode, device):
 
 def compile_ahead(q, k, v, case, forward_only) -> dict[str, float]:
     """Compile flashtile's kernels for a case side by side; seconds until those of each direction were ready."""
-    from flashtile import dispatch
+    from flashtile import dispatch, ops
     from flashtile.problem import AttentionProblem, Operands
 
-    operands = Operands(q, k, v)
-    problem = AttentionProblem.from_tensors(operands, causal=case.causal, window=case.window, softcap=case.softcap)
+    operands, lengths = Operands(q, k, v), {}
+    if case.varlen:
+        lengths = packing(case, q.device)
+        operands = Operands(q, k, v, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_k"))
+    if case.dropout:
+        operands = operands._replace(rng_state=ops.draw_rng_state(q.device))
+    problem = AttentionProblem.from_tensors(operands, causal=case.causal, window=case.window, softcap=case.softcap,
+                                            dropout_p=case.dropout, **lengths)  # fmt: skip
     return dispatch.compile_ahead(problem, operands, ("forward",) if forward_only else ("forward", "backward"))
 
 
@@ -154,17 +185,34 @@ def naive_attention(q, k, v, case, rows: range | None = None):
     p = scores.softmax(-1)
     if empty is not None:
         p = p.masked_fill(empty, 0.0)
+    if case.dropout:
+        p = F.dropout(p, case.dropout)
     return (p @ v).transpose(1, 2)
 
 
 def naive_bytes(case, mode: str) -> int:
     """Bytes that naive_attention needs beyond its inputs: the (seqlen_q, seqlen_k) tensors that live at the same time."""
-    scores = case.batch * case.num_heads * case.seqlen_q * case.seqlen_k * case.torch_dtype.itemsize
+    pairs = sum(n * n for n in case.lengths) if case.varlen else case.batch * case.seqlen_q * case.seqlen_k
+    scores = pairs * case.num_heads * case.torch_dtype.itemsize
     return scores * (3 if mode in FORWARD_MODES else 5)
 
 
+def sequences(case):
+    """(rows, case of one sequence) of each sequence of a case with varlen; rows is its slice of the packed tensors."""
+    begin = 0
+    for length in case.lengths:
+        yield slice(begin, begin + length), replace(case, batch=1, seqlen_q=length, seqlen_k=length, varlen=False)
+        begin += length
+
+
 def _load_naive(device):
-    return naive_attention
+    def attend(q, k, v, case):
+        if not case.varlen:
+            return naive_attention(q, k, v, case)
+        outs = [naive_attention(*(x[rows].unsqueeze(0) for x in (q, k, v)), one) for rows, one in sequences(case)]
+        return torch.cat(outs, 1).squeeze(0)
+
+    return attend
 
 
 # --- scaled_dot_product_attention --------------------------------------------------------------------------------------
@@ -181,7 +229,7 @@ def _sdpa_loader(name):
         def attend(q, k, v, case):
             gqa = {"enable_gqa": True} if case.num_heads != case.num_heads_kv else {}
             return F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=case.causal, **gqa
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p=case.dropout, is_causal=case.causal, **gqa
             ).transpose(1, 2)
 
         if backend is None:
@@ -214,7 +262,7 @@ def sdpa_choice(q, k, v, case) -> str:
     try:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         gqa = case.num_heads != case.num_heads_kv
-        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, case.causal, scale=None, enable_gqa=gqa)
+        choice = torch._fused_sdp_choice(q, k, v, None, case.dropout, case.causal, scale=None, enable_gqa=gqa)
         return SDPBackend(choice).name.lower()
     except Exception:  # a private function: other versions of torch may lack it
         return ""
@@ -228,6 +276,29 @@ def _sdpa_refuses(case, mode, device):
     if case.causal and case.seqlen_q != case.seqlen_k:
         return "SDPA aligns causal at the top-left corner; seqlen_q differs from seqlen_k"
     return None
+
+
+def _load_torch_varlen(device):
+    if torch.device(device).type != "cuda":
+        raise Unavailable("needs a GPU")
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        raise Unavailable(f"torch {torch.__version__} has no torch.nn.attention.varlen") from None
+    can_group = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def attend(q, k, v, case):
+        if case.group_size > 1 and not can_group:
+            raise Refused(f"varlen_attn of torch {torch.__version__} has no grouped heads")
+        gqa = {"enable_gqa": True} if case.group_size > 1 else {}
+        starts = cu_seqlens(case, q.device)
+        return varlen_attn(q, k, v, starts, starts, case.seqlen_q, case.seqlen_k, window_size=_minus_one(case), **gqa)
+
+    return attend
+
+
+def _torch_varlen_refuses(case, mode, device):
+    return "varlen_attn has no softcap" if case.softcap else _flash_attn_refuses(case, mode, device)
 
 
 # --- packages that may be installed ------------------------------------------------------------------------------------
@@ -254,7 +325,10 @@ def _load_flash_attn(device):
         raise Unavailable("not installed: pip install flash-attn (a package without flash_attn_func is in its place)")
 
     def attend(q, k, v, case):
-        return module.flash_attn_func(q, k, v, causal=case.causal, window_size=_minus_one(case), softcap=case.softcap)
+        options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": _minus_one(case), "softcap": case.softcap}
+        if case.varlen:
+            return module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), **options)
+        return module.flash_attn_func(q, k, v, **options)
 
     return attend
 
@@ -266,7 +340,13 @@ def _load_fa3(device):
     except ImportError:
         pass
     module = _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
-    return lambda q, k, v, case: _first_output(module.flash_attn_func(q, k, v, causal=case.causal))
+
+    def attend(q, k, v, case):
+        if case.varlen:
+            return _first_output(module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), causal=case.causal))
+        return _first_output(module.flash_attn_func(q, k, v, causal=case.causal))
+
+    return attend
 
 
 def _load_fa4(device):
@@ -278,6 +358,8 @@ def _load_fa4(device):
             options["window_size"] = case.window
         if case.softcap:
             options["softcap"] = case.softcap
+        if case.varlen:
+            return _first_output(module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), **options))
         return _first_output(module.flash_attn_func(q, k, v, **options))
 
     return attend
@@ -328,7 +410,7 @@ def _load_xformers(device):
             # Five dims are groups: (batch, seqlen, kv heads, heads of a group, head dim), keys and values as expanded views
             q = q.unflatten(2, (case.num_heads_kv, case.group_size))
             k, v = (x.unsqueeze(3).expand(-1, -1, -1, case.group_size, -1) for x in (k, v))
-        out = ops.memory_efficient_attention(q, k, v, attn_bias=bias)
+        out = ops.memory_efficient_attention(q, k, v, attn_bias=bias, p=case.dropout)
         return out.flatten(2, 3) if case.group_size > 1 else out
 
     return attend
@@ -348,14 +430,19 @@ def _load_flashinfer(device):
         """A wrapper with its plan; made once, outside of what is timed after the first call, as a model does for its layers."""
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
         wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        starts_q, starts_k = (torch.arange(case.batch + 1, dtype=torch.int32, device=device) * n
-                              for n in (case.seqlen_q, case.seqlen_k))  # fmt: skip
+        if case.varlen:
+            starts_q = starts_k = cu_seqlens(case, torch.device(device))
+        else:
+            starts_q, starts_k = (torch.arange(case.batch + 1, dtype=torch.int32, device=device) * n
+                                  for n in (case.seqlen_q, case.seqlen_k))  # fmt: skip
         wrapper.plan(starts_q, starts_k, case.num_heads, case.num_heads_kv, case.head_dim, head_dim_vo=case.head_dim_v,
                      causal=case.causal, window_left=-1 if case.window[0] is None else case.window[0],
                      logits_soft_cap=case.softcap or None, q_data_type=case.torch_dtype)  # fmt: skip
         return wrapper
 
     def attend(q, k, v, case):
+        if case.varlen:
+            return planned(case).run(q, k, v)
         return planned(case).run(*(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (case.batch, case.seqlen_q))
 
     return attend
@@ -411,19 +498,24 @@ def _never(case, mode, device):
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, package="flashtile"),
-        Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never),
-        Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses),
-        Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses),
-        Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses),
-        Backend("sdpa-efficient", "SDPA's memory-efficient kernels", _sdpa_loader("EFFICIENT_ATTENTION"), _sdpa_refuses),
-        Backend("sdpa-math", "SDPA's decomposition, stores the scores", _sdpa_loader("MATH"), _sdpa_refuses),
-        Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, package="flash-attn"),
-        Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, package="fa3-fwd"),
-        Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, package="flash-attn-4"),
+        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, varlen=True, dropout=True,
+                package="flashtile"),
+        Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True),
+        Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses, dropout=True),
+        Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses, dropout=True),
+        Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses, dropout=True),
+        Backend("sdpa-efficient", "SDPA's memory-efficient kernels", _sdpa_loader("EFFICIENT_ATTENTION"), _sdpa_refuses,
+                dropout=True),
+        Backend("sdpa-math", "SDPA's decomposition, stores the scores", _sdpa_loader("MATH"), _sdpa_refuses, dropout=True),
+        Backend("torch-varlen", "torch.nn.attention.varlen_attn", _load_torch_varlen, _torch_varlen_refuses, dense=False,
+                varlen=True),
+        Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, varlen=True, dropout=True,
+                package="flash-attn"),
+        Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, varlen=True, package="fa3-fwd"),
+        Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, varlen=True, package="flash-attn-4"),
         Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never),
-        Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, package="xformers"),
-        Backend("flashinfer", "FlashInfer, ragged prefill", _load_flashinfer, _flashinfer_refuses, backward=False,
+        Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),
+        Backend("flashinfer", "FlashInfer, ragged prefill", _load_flashinfer, _flashinfer_refuses, backward=False, varlen=True,
                 package="flashinfer-python"),
         Backend("flash_mla", "FlashMLA, decode", _load_flash_mla, _flash_mla_refuses, backward=False, package="flash-mla"),
     )

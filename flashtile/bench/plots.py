@@ -121,7 +121,8 @@ def figures(documents) -> list[Plot]:
     # Everything that a line holds still: (mode, head dims, causal, dtype, heads ratio) -> {backend: {seqlen: row}}
     lines = {}
     for (case, mode), rows in found.items():
-        group = (mode, case.head_dim, case.head_dim_v, case.causal, case.dtype, case.window, case.softcap)
+        group = (mode, case.head_dim, case.head_dim_v, case.causal, case.dtype, case.window, case.softcap, case.dropout,
+                 case.varlen)
         for backend, row in rows.items():
             # Where only batch or heads differ, the largest one stands for the length
             kept = lines.setdefault(group, {}).setdefault(backend, {})
@@ -149,9 +150,10 @@ def _backends(documents) -> dict[str, str]:
 
 
 def _words(group) -> str:
-    mode, dim, dim_v, causal, dtype, window, softcap = group
+    mode, dim, dim_v, causal, dtype, window, softcap, dropout, varlen = group
     dims = f"{dim}" if dim == dim_v else f"{dim}-{dim_v}"
     more = (", window" if window != (None, None) else "") + (", softcap" if softcap else "")
+    more += (", dropout" if dropout else "") + (", varlen" if varlen else "")
     return f"{mode}, head dim {dims}, {'causal' if causal else 'full'}, {dtype}{more}"
 
 

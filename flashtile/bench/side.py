@@ -88,8 +88,7 @@ def _prepare(order):
     """(block, reply): a function of a budget in ms that times one block, and what there is to say of the case."""
     import torch
 
-    from flashtile.api import attention
-    from flashtile.bench import gate, measure, stats
+    from flashtile.bench import gate, measure, peers, stats
     from flashtile.bench.cases import BenchCase, make_inputs
 
     device, mode = torch.device(order["device"]), order["mode"]
@@ -99,8 +98,10 @@ def _prepare(order):
     q, k, v, dout = make_inputs(case, device, order["seed"], dout=mode != "fwd")
     leaves = [x.requires_grad_(mode != "fwd") for x in (q, k, v)]
 
+    attend = peers.load("flashtile", str(device))
+
     def forward():
-        return attention(*leaves, causal=case.causal, window=case.window, softcap=case.softcap)
+        return attend(*leaves, case)
 
     def forward_backward():
         return torch.autograd.grad(forward(), leaves, dout)
@@ -108,7 +109,7 @@ def _prepare(order):
     out = forward()
     grads = torch.autograd.grad(out, leaves, dout, retain_graph=mode == "bwd") if mode != "fwd" else None
     if order["check"]:
-        accuracy = gate.Gate(case, (q, k, v, dout)).check(out, grads)
+        accuracy = gate.make(case, (q, k, v, dout)).check(out, grads)
         if not accuracy.passed:
             return None, {"status": "mismatch", "reason": gate.describe_mismatch(accuracy)}
     fn = {"fwd": forward, "fwd_bwd": forward_backward}.get(mode)

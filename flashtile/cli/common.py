@@ -47,18 +47,31 @@ class ShapeFlags:
     dtype: Annotated[Text, _shape("fp16, bf16, fp32 (bf16; fp32 on a CPU).", "--dtype")] = None
     window: Annotated[Text, _shape("LEFT,RIGHT keys visible beside the diagonal; -1 is all of them.", "--window")] = None
     softcap: Annotated[Number, _shape("Scores become softcap * tanh(score / softcap) (off).", "--softcap")] = None
+    dropout: Annotated[Number, _shape("Dropout probability (0); results are checked without it.", "--dropout")] = None
+    varlen: Annotated[
+        bool, _shape("Packed sequences, log-uniformly from 1 to seqlen tokens long.", "--varlen")
+    ] = False
     total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
     hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
 
-    def cases(self, dtype: str, one_query=False):
-        """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given."""
-        from flashtile.bench.cases import Shape, build_cases
+    def cases(self, dtype: str, one_query=False, plain_for=None):
+        """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given.
+
+        plain_for: the command, where it takes neither dropout nor packed sequences.
+        """
+        from flashtile.bench.cases import Shape, UsageError, build_cases
 
         causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
         if one_query:
             values["seqlen_q"] = self.seqlen_q or "1"
-        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype}))
+        values |= {"dtype": self.dtype or dtype, "varlen": self.varlen or None}
+        cases = build_cases(self.preset, Shape(**values))
+        for flag in ("dropout", "varlen") if plain_for else ():
+            if any(getattr(case, flag) for case in cases):
+                raise UsageError(f"{flag}: expected none, flashtile {plain_for} has plain cases only. Use run, compare, sweep, "
+                                 "regress or profile.")  # fmt: skip
+        return cases
 
 
 @dataclass

@@ -66,13 +66,14 @@ def _describe(case, device, compile_kernels, progress):
         yield from _describe_latent(case, device)
         return
     problem = case.problem()
-    forward, backward = problem.flops("fwd"), problem.flops("bwd")
+    forward, backward = case.flops("fwd"), case.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
     yield from _work(f"{forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward", forward, num_bytes, problem, device)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
-    rows = 4 * problem.batch * problem.num_heads * problem.seqlen_q
+    rows = 4 * problem.num_heads * (problem.total_q or problem.batch * problem.seqlen_q)
+    padded = ", of sequences padded to the longest" if problem.varlen else ""
     extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
-    yield f"  memory    naive keeps scores and p: {size(2 * scores)}; {extra}"
+    yield f"  memory    naive keeps scores and p: {size(2 * scores)}{padded}; {extra}"
     for direction in ("forward", "backward"):
         yield from _kernels(problem, device, direction, compile_kernels, progress)
 
@@ -163,13 +164,18 @@ def _compiled(problem, plan, device, direction):
     from flashtile.problem import Operands
 
     def empty(seqlen, heads, dim):
-        return torch.empty(problem.batch, seqlen, heads, dim, dtype=problem.dtype, device="meta")
+        rows = (problem.total_q,) if problem.varlen else (problem.batch, seqlen)
+        return torch.empty(*rows, heads, dim, dtype=problem.dtype, device="meta")
+
+    starts = torch.empty(problem.batch + 1, dtype=torch.int32, device="meta") if problem.varlen else None
 
     operands = Operands(
         empty(problem.seqlen_q, problem.num_heads, problem.head_dim),
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
-    )
+        starts, starts,
+        rng_state=torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None,
+    )  # fmt: skip
     with offline.launches(device.sm, sass=True) as reports:
         for job in plan.compile_jobs(problem, operands, direction):
             job()
