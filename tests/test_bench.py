@@ -170,12 +170,12 @@ def test_flags_of_a_case_give_the_case_back(packed):
 
     from flashtile.cli.common import ShapeFlags
 
-    case = BenchCase(3, 256, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0, 0.1, True)
+    case = BenchCase(3, 256, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0, 0.1, True, 16)
     if not packed:
         case = dataclasses.replace(case, seqlen_q=128, varlen=False)
     names = {"-b": "batch", "-s": "seqlen", "--seqlen-q": "seqlen_q", "--nheads": "nheads", "--nheads-kv": "nheads_kv",
              "-d": "headdim", "--dtype": "dtype", "--window": "window", "--softcap": "softcap",
-             "--dropout": "dropout"}  # fmt: skip
+             "--dropout": "dropout", "--page-size": "page_size"}  # fmt: skip
     words, values = [word for word in shlex.split(case.flags()) if word not in ("--causal", "--varlen")], {"causal": True}
     values["varlen"] = "--varlen" in case.flags()
     for flag, value in zip(words[::2], words[1::2], strict=True):
@@ -200,7 +200,7 @@ def test_packed_cases_count_their_own_tokens():
         assert case.problem().bytes_moved(mode) == sum(one.problem().bytes_moved(mode) for one in alone)
     assert case.problem().total_q == sum(case.lengths)
     old = SMALL.config()
-    del old["dropout"], old["varlen"]
+    del old["dropout"], old["varlen"], old["page_size"]
     assert BenchCase.from_config(old) == SMALL
 
 

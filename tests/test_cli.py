@@ -98,12 +98,16 @@ def test_other_shape_flags(capsys):
     assert (config["seqlen_q"], config["seqlen_k"]) == (32, 64) and document["settings"]["seed"] == 3
 
 
-def test_packed_sequences_and_dropout(capsys):
+def test_packed_sequences_dropout_and_pages(capsys):
     code, document, _ = _run_json(capsys, "compare", *QUICK, "--batch", "3", "--mode", "fwd,bwd", "--varlen", "--dropout",
                                   "0.1", "--backend", "flashtile,naive")  # fmt: skip
     assert code == 0 and [row["status"] for row in document["results"]] == ["ok"] * 4
     config = document["results"][0]["config"]
     assert config["varlen"] is True and config["dropout"] == 0.1
+    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "decode", "--page-size", "16,24")
+    assert code == 0 and [row["config"]["page_size"] for row in document["results"]] == [16, 24]
+    code = cli.main(["run", *QUICK, "--page-size", "16"])
+    assert code == 2 and "page-size" in capsys.readouterr().err
     code = cli.main(["memory", "--varlen", "-s", "64"])
     assert code == 2 and "varlen" in capsys.readouterr().err
 

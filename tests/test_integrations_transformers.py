@@ -45,8 +45,15 @@ def registered():
     integration.register()
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return request.param
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def model(request):
+def model(request, device):
     torch.manual_seed(0)
     model = MODELS[request.param]()
     model.own = OWN[request.param]
@@ -56,14 +63,15 @@ def model(request):
             parameter.mul_(8 if parameter.dim() > 1 else 1)
             if "sinks" in name:
                 parameter.normal_()
-    return model.eval()
+    return model.eval().to(device)
 
 
 def logits_and_gradients(model, implementation, dtype, mask, **arguments):
     """Logits of tokens and gradients by name, of a copy of the model in dtype."""
     model = copy.deepcopy(model).to(dtype)
     model.set_attn_implementation(implementation)
-    inputs = {"input_ids": TOKENS, "attention_mask": mask, "use_cache": False} | arguments
+    mask = None if mask is None else mask.to(model.device)
+    inputs = {"input_ids": TOKENS.to(model.device), "attention_mask": mask, "use_cache": False} | arguments
     logits = model(**inputs).logits
     if mask is not None:
         logits = logits[mask.bool()]
@@ -91,11 +99,11 @@ def test_training(model, mask):
 
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
 def test_packed_sequences_do_not_see_each_other(model, by):
-    tokens = TOKENS[:1]
-    positions = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    tokens = TOKENS[:1].to(model.device)
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None].to(model.device)
     packing = {"position_ids": positions}
     if by == "cu_seq_lens":
-        cu_seqlens = torch.tensor([0, 5, 14], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 5, 14], dtype=torch.int32, device=model.device)
         packing |= dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=9, max_length_k=9)
     packed = {"input_ids": tokens, "use_cache": False, **packing}
     model.set_attn_implementation(integration.NAME)
@@ -112,13 +120,14 @@ def test_generate(model, mask, cache):
     """The same tokens, over the window's length and over a cache that is not full."""
     if cache == "static" and mask == "no mask":
         mask = None
-    arguments = dict(max_new_tokens=7, do_sample=False, attention_mask=torch.ones_like(TOKENS) if not mask else MASKS[mask])
+    seen = torch.ones_like(TOKENS) if mask is None or MASKS[mask] is None else MASKS[mask]
+    arguments = dict(max_new_tokens=7, do_sample=False, attention_mask=seen.to(model.device))
     if cache == "static":
         arguments["cache_implementation"] = "static"
     tokens = {}
     for implementation in ("eager", integration.NAME):
         model.set_attn_implementation(implementation)
-        tokens[implementation] = model.generate(TOKENS, disable_compile=True, **arguments)
+        tokens[implementation] = model.generate(TOKENS.to(model.device), disable_compile=True, **arguments)
     assert torch.equal(*tokens.values())
 
 

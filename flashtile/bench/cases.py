@@ -32,6 +32,7 @@ class BenchCase:
     """One attention call to measure. Lengths in tokens; window counts keys left and right of the diagonal, None unbounded.
 
     varlen: sequences of different lengths, packed without padding, see `lengths`; seqlen is the longest. dropout: probability.
+    page_size: tokens in a page of the cache in the mode decode; 0 is a cache without pages.
     """
 
     batch: int = 2
@@ -47,6 +48,7 @@ class BenchCase:
     softcap: float = 0.0
     dropout: float = 0.0
     varlen: bool = False
+    page_size: int = 0
 
     def __post_init__(self):
         for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -110,7 +112,8 @@ class BenchCase:
         return CacheProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, capacity=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            cache_dtype=self.torch_dtype, window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+            cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=self.mask_window,
+            softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
         )  # fmt: skip
 
     def label(self) -> str:
@@ -123,6 +126,7 @@ class BenchCase:
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += [f"varlen {sum(self.lengths)} tokens"] if self.varlen else []
+        words += [f"pages of {self.page_size}"] if self.page_size else []
         return " ".join([*words, self.dtype])
 
     @property
@@ -141,6 +145,7 @@ class BenchCase:
         words += ["--softcap", f"{self.softcap:g}"] if self.softcap else []
         words += ["--dropout", f"{self.dropout:g}"] if self.dropout else []
         words += ["--varlen"] if self.varlen else []
+        words += ["--page-size", self.page_size] if self.page_size else []
         return " ".join(map(str, [*words, "--dtype", self.dtype]))
 
     def config(self) -> dict:
@@ -245,6 +250,7 @@ class Shape:
     softcap: float | None = None
     dropout: float | None = None
     varlen: bool | None = None
+    page_size: str | None = None
     total_tokens: str | None = None
     hidden: str | None = None
 
@@ -273,6 +279,7 @@ class Shape:
         softcap = self.softcap or 0.0
         if softcap < 0:
             raise UsageError(f"softcap: expected 0 (off) or more, got {softcap:g}.")
+        page_sizes = parse_ints(self.page_size, "page-size") if self.page_size else [0]
         cases = []
         for (dim, dim_v), seqlen in itertools.product(
             parse_head_dims(self.headdim or BenchCase.head_dim), parse_ints(self.seqlen or BenchCase.seqlen_k, "seqlen")
@@ -281,9 +288,10 @@ class Shape:
             heads = self._quotients("nheads", "hidden", dim, BenchCase.num_heads)
             seqlens_q = parse_ints(self.seqlen_q, "seqlen-q") if self.seqlen_q else [seqlen]
             for batch, num_heads, seqlen_q, causal, dtype in itertools.product(batches, heads, seqlens_q, masks, dtypes):
-                for kv in parse_ints(self.nheads_kv, "nheads-kv") if self.nheads_kv else [num_heads]:
+                heads_kv = parse_ints(self.nheads_kv, "nheads-kv") if self.nheads_kv else [num_heads]
+                for kv, page_size in itertools.product(heads_kv, page_sizes):
                     cases.append(BenchCase(batch, seqlen_q, seqlen, num_heads, kv, dim, dim_v, causal, dtype, window, softcap,
-                                           self.dropout or 0.0, bool(self.varlen)))  # fmt: skip
+                                           self.dropout or 0.0, bool(self.varlen), page_size))  # fmt: skip
         return cases
 
     def _quotients(self, name, total_name, divisor, default) -> list[int]:

@@ -321,6 +321,8 @@ class _Measurement:
         for name in backends:
             if name not in peers.BACKENDS:
                 raise UsageError(f"backend: expected some of {', '.join(peers.BACKENDS)}, got {name!r}.")
+        if self.modes != [DECODE] and any(case.page_size for case in self.cases):
+            raise UsageError("page-size: expected none without --mode decode, the only one over a cache.")
         self.with_grad = any(mode not in FORWARD_MODES for mode in self.modes)
         self.settings = settings or Settings()
         self.listener = listener or Listener()
@@ -466,7 +468,7 @@ class _Measurement:
         try:
             attend = peers.load(name, str(self.device))
             if name == SUBJECT and open_modes == [DECODE]:
-                attend = peers.attend_cache
+                attend = peers.cache_attend(state.k, state.v, case)
             for mode in open_modes:
                 blocked = self._blocked(case, name, mode)
                 if blocked is None:

@@ -90,11 +90,26 @@ def packing(case, device) -> dict:
     return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
 
 
-def attend_cache(q, k, v, case):
-    """k and v as a cache whose slots are all in use; rows of q are its last tokens."""
+def cache_attend(k, v, case):
+    """attend over k and v as a cache whose slots are all in use; rows of q are its last tokens.
+
+    With case.page_size they are copied once into pages, in random order, and attend looks at these alone.
+    """
     from flashtile.api import attention_with_kvcache
 
-    return attention_with_kvcache(q, k, v, causal=case.causal, window=case.window, softcap=case.softcap)
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    if not case.page_size:
+        return lambda q, k, v, case: attention_with_kvcache(q, k, v, **options)
+    pages_each = -(-case.seqlen_k // case.page_size)
+    order = torch.randperm(case.batch * pages_each, generator=torch.Generator().manual_seed(0)).to(k.device)
+    pages = []
+    for x in (k, v):
+        padded = F.pad(x, (0, 0, 0, 0, 0, pages_each * case.page_size - case.seqlen_k))
+        pages.append(torch.empty_like(padded).view(-1, case.page_size, *x.shape[2:]))
+        pages[-1][order] = padded.view(pages[-1].shape)
+    options |= {"block_table": order.int().view(case.batch, pages_each),
+                "cache_seqlens": torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=k.device)}  # fmt: skip
+    return lambda q, k, v, case: attention_with_kvcache(q, *pages, **options)
 
 
 def _plans(case, mode, device):

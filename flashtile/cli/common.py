@@ -29,6 +29,8 @@ def _panel(panel):
 
 _shape, _timing, _output = _panel("Shape"), _panel("Measurement"), _panel("Output")
 Text, Number, Switch = str | None, float | None, bool | None
+# Shape flags of commands that look at attention, but not at a cache
+PACKED = ("dropout", "varlen")
 
 
 @dataclass
@@ -48,30 +50,27 @@ class ShapeFlags:
     window: Annotated[Text, _shape("LEFT,RIGHT keys visible beside the diagonal; -1 is all of them.", "--window")] = None
     softcap: Annotated[Number, _shape("Scores become softcap * tanh(score / softcap) (off).", "--softcap")] = None
     dropout: Annotated[Number, _shape("Dropout probability (0); results are checked without it.", "--dropout")] = None
-    varlen: Annotated[
-        bool, _shape("Packed sequences, log-uniformly from 1 to seqlen tokens long.", "--varlen")
-    ] = False
+    varlen: Annotated[bool, _shape("Packed sequences, log-uniformly from 1 to seqlen tokens long.", "--varlen")] = False
+    page_size: Annotated[Text, _shape("Tokens in a page of the cache, with --mode decode.", "--page-size")] = None
     total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
     hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
 
-    def cases(self, dtype: str, one_query=False, plain_for=None):
+    def cases(self, dtype: str, one_query=False, takes=("dropout", "varlen", "page_size")):
         """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given.
 
-        plain_for: the command, where it takes neither dropout nor packed sequences.
+        takes: of the three flags, those that the command has a use for.
         """
         from flashtile.bench.cases import Shape, UsageError, build_cases
 
+        for flag in ("dropout", "varlen", "page_size"):
+            if getattr(self, flag) and flag not in takes:
+                raise UsageError(f"{flag.replace('_', '-')}: expected none, this command measures without. "
+                                 "flashtile run and compare take it.")  # fmt: skip
         causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
         if one_query:
             values["seqlen_q"] = self.seqlen_q or "1"
-        values |= {"dtype": self.dtype or dtype, "varlen": self.varlen or None}
-        cases = build_cases(self.preset, Shape(**values))
-        for flag in ("dropout", "varlen") if plain_for else ():
-            if any(getattr(case, flag) for case in cases):
-                raise UsageError(f"{flag}: expected none, flashtile {plain_for} has plain cases only. Use run, compare, sweep, "
-                                 "regress or profile.")  # fmt: skip
-        return cases
+        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype, "varlen": self.varlen or None}))
 
 
 @dataclass

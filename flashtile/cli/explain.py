@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import OK, PACKED, Progress, ShapeFlags, command, make_console
 
 
 def add(app) -> None:
@@ -31,7 +31,7 @@ def explain(
         from flashtile import hardware
 
         devices = [find_target(name.strip(), hardware) for name in target.split(",")]
-        cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16")
+        cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16", takes=PACKED)
         for case, device in itertools.product(cases, devices):
             lines = list(_describe(case, device, compile_kernels, progress))
             if ladder:

@@ -152,7 +152,7 @@ def run(
         if device.type != "cuda":
             raise peers.Unavailable("the rungs are CUDA C++: running them needs a GPU. `flashtile ladder show 1 --target H200` "
                                     "compiles one without.")  # fmt: skip
-        cases = shape.cases("fp16", plain_for="ladder")
+        cases = shape.cases("fp16", takes=())
         for case in cases:
             if case.dtype == "fp32":
                 raise UsageError("dtype: expected fp16 or bf16, got fp32. Rungs 1 to 4 run in fp32 beside the others anyway.")

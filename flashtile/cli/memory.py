@@ -33,7 +33,7 @@ def memory(
         there = find_target(target, hardware) if target else None
         torch_device = engine.resolve_device("cpu" if there else device)
         # The formulas speak of a GPU's dtype
-        cases = shape.cases("bf16" if torch_device.type == "cpu" else engine.default_dtype(torch_device), plain_for="memory")
+        cases = shape.cases("bf16" if torch_device.type == "cpu" else engine.default_dtype(torch_device), takes=())
         settings = engine.Settings(check=check, roof=False, commit=output.commit)
         printer = show.Printer("memory", console, progress, output)
         report = measurement.measure_memory(cases, train=train, device=torch_device, settings=settings, listener=printer)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import OK, PACKED, Progress, ShapeFlags, command, make_console
 
 
 def add(app) -> None:
@@ -42,7 +42,7 @@ def profile(
         # A command may be printed for a GPU that is not here.
         there = engine.resolve_device(device) if device or not print_command else None
         on_gpu = there is None or there.type == "cuda"
-        cases = shape.cases("bf16" if there is None else engine.default_dtype(there))
+        cases = shape.cases("bf16" if there is None else engine.default_dtype(there), takes=PACKED)
         if len(cases) != 1:
             raise UsageError(f"profile: expected one case, got {len(cases)}.")
         path = f"{out}/{tool}-{name}-{mode}.{profilers.SUFFIXES[tool]}"

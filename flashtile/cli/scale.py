@@ -36,7 +36,7 @@ def scale(
         device = engine.resolve_device(timing.device)
         if kind == "batch" and not shape.batch and not shape.preset:
             shape.batch = "1..16"
-        cases, mode = shape.cases(engine.default_dtype(device), plain_for="scale"), timing.modes()[0]
+        cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.modes()[0]
         settings = timing.settings(commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here

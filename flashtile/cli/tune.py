@@ -33,7 +33,7 @@ def tune(
         if there.type != "cuda":
             raise peers.Unavailable("tune: tiles are timed on a GPU.")
         rows = []
-        for case in shape.cases(engine.default_dtype(there), plain_for="tune"):
+        for case in shape.cases(engine.default_dtype(there), takes=()):
             found = tuning.run(case, kernels, there, seed, progress.say)
             rows += found
             with progress.paused():

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import MISSING, OK, Progress, ShapeFlags, command, complain, make_console
+from flashtile.cli.common import MISSING, OK, PACKED, Progress, ShapeFlags, command, complain, make_console
 
 
 def add(app) -> None:
@@ -30,7 +30,7 @@ def warm(
         if not torch.cuda.is_available():
             complain("warm: no CUDA device here. Kernels are compiled on the GPU that they are for.")
             return MISSING
-        cases = shape.cases("bf16")
+        cases = shape.cases("bf16", takes=PACKED)
         for case in cases:
             progress.say(f"compiling {case.label()}")
             seconds, tiers = _warm(case, device, forward_only)
