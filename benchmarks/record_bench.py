@@ -1,11 +1,14 @@
 """The recorded runs of the measuring commands on this GPU, in one command; some three minutes on an H200.
 
-    python benchmarks/record_bench.py OUT [--commit HASH] [--only guide,leetcuda,memory,regress,scale]
+    python benchmarks/record_bench.py OUT [--commit HASH] [--only guide,leetcuda,memory,regress,scale,features,train]
 
 Writes to OUT what belongs under benchmarks/results/<gpu>/:
 
     guide.json, leetcuda.json                        the FlashAttention-2 guide's cases, LeetCUDA's sweep
     memory.json, memory-train.json, scale-batch.json
+    features.json, train.json                        beside the grid of the papers, and what training sees of three models, with
+                                                     FlashAttention-3 and -4 where they are installed
+    scale-strong.json, scale-weak.json               with --only gpus, on a machine with several
     regress-same.json, regress-slowed.json           flashtile against itself, and against a copy whose forward pass is followed
                                                      by a spinning kernel of 5% of its time: SAME, and SLOWER with exit code 4
 """
@@ -61,11 +64,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", help="commit to record where there is no .git")
-    parser.add_argument("--only", default="guide,leetcuda,memory,regress,scale")
+    parser.add_argument("--only", default="guide,leetcuda,memory,regress,scale,features,train")
     arguments = parser.parse_args()
     out, commit = arguments.out, ["--commit", arguments.commit] if arguments.commit else []
     peers = "flashtile,naive,sdpa-flash,sdpa-cudnn"
     rounds = ["--rounds", "9", "--rep-ms", "45"]
+    fast = ["--backend", "flashtile,sdpa-flash,sdpa-cudnn,torch-varlen,fa3,fa4", "--baseline", "flashtile", *rounds, *commit]
     done = []
     for step in arguments.only.split(","):
         if step == "guide":
@@ -82,6 +86,15 @@ def main():
         if step == "scale":
             done.append(flashtile("scale", "-b", "1..16", "-s", "1024", "--nheads", "16", "-d", "64", "--mode", "fwd", *commit,
                                   "--json", f"{out}/scale-batch.json"))  # fmt: skip
+        if step == "features":
+            done.append(flashtile("compare", "--preset", "features", *fast, "--json", f"{out}/features.json"))
+        if step == "train":
+            models = "gpt2-small,gpt3,llama3-8b-prefill"
+            done.append(flashtile("compare", "--preset", models, "--mode", "fwd_bwd", *fast, "--json", f"{out}/train.json"))
+        if step == "gpus":
+            for kind in ("strong", "weak"):
+                shape = ["-b", "8", "-s", "8k", "--nheads", "16", "-d", "128", "--causal", "--mode", "fwd_bwd"]
+                done.append(flashtile("scale", "--kind", kind, *shape, *commit, "--json", f"{out}/scale-{kind}.json"))
         if step == "regress":
             with tempfile.TemporaryDirectory() as folder:
                 run, slowed = Path(folder, "run.json"), Path(folder, "slowed-by-5-percent")

@@ -33,6 +33,10 @@ DOCS = {
     "memory": ("memory",),
     "memory-train": ("memory",),
     "scale-batch": ("scaling-batch",),
+    "scale-strong": ("scaling-strong",),
+    "scale-weak": ("scaling-weak",),
+    "features": ("backends-fwd", "backends-bwd"),
+    "train": ("backends-fwd_bwd",),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
 }

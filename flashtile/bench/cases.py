@@ -347,6 +347,21 @@ PRESETS = {
     "guide-memory": _one("for `flashtile memory`", 2, "64..2k", 16, 128),
     "leetcuda": Preset("sweep of small cases", (Shape("8,16", "256,512,1024", nheads="8,16", headdim="64,128"),)),
     "learn": _listed("the guide's comparison", (1, 1024, 8, 64), (1, 2048, 12, 128), (1, 4096, 16, 128)),
+    "features": Preset(
+        "what the grid of the papers leaves out: grouped heads, windows, softcap, packed sequences, dropout, 128k tokens",
+        (
+            Shape("2", "8k", nheads="32", nheads_kv="4", headdim="128", causal="yes"),
+            Shape("4", "4k", nheads="32", nheads_kv="1", headdim="64"),
+            Shape("2", "8k", nheads="16", headdim="128", window="1023,0"),
+            Shape("2", "8k", nheads="16", headdim="128", causal="yes", softcap=50.0),
+            Shape("1", "8k", nheads="16", headdim="192-128", causal="yes"),
+            Shape("1", "128k", nheads="4", headdim="128", causal="yes"),
+            Shape("4", "4k", nheads="16", headdim="96", causal="both"),
+            Shape("4", "4k", nheads="16", headdim="64,128", dropout=0.1),
+            Shape("32", "8k", nheads="16", headdim="64,128", causal="yes", varlen=True),
+            Shape("512", "1k", nheads="16", headdim="128", causal="yes", varlen=True),
+        ),
+    ),
     "paper": Preset(
         "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",
         (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),
