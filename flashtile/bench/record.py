@@ -151,11 +151,12 @@ def problems(document) -> list[str]:
     """What is wrong with a document, as far as its readers here rely on it; empty if nothing is."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return [f"expected an object with schema {SCHEMA!r}"]
-    needed = schema()["$defs"]["result"]["required"]
+    definitions = schema()["$defs"]
+    needed, config_keys = definitions["result"]["required"], definitions["config"]["required"]
     wrong = [f"{key}: missing" for key in schema()["required"] if key not in document]
     for i, row in enumerate(document.get("results", [])):
         wrong += [f"results[{i}].{key}: missing" for key in needed if key not in row]
-        wrong += [f"results[{i}].config.{key}: missing" for key in CONFIG_KEYS if key not in row.get("config", {})]
+        wrong += [f"results[{i}].config.{key}: missing" for key in config_keys if key not in row.get("config", {})]
         if row.get("status") not in STATUSES:
             wrong.append(f"results[{i}].status: expected one of {', '.join(STATUSES)}, got {row.get('status')!r}")
         if row.get("status") == "ok" and row.get("timer") and not row.get("samples_ms"):
@@ -249,7 +250,7 @@ def csv_row(row: dict) -> dict:
     """A result of a document as one flat row with units in its names."""
     stats = row["stats"] or {}
     accuracy = row["accuracy"] or {}
-    flat = {key: row["config"][key] for key in CONFIG_KEYS}
+    flat = {key: row["config"].get(key) for key in CONFIG_KEYS}
     flat["window"] = ",".join("-1" if side is None else str(side) for side in row["config"]["window"])
     return flat | {
         "backend": row["backend"], "mode": row["mode"], "status": row["status"],
