@@ -52,8 +52,8 @@ def regress(
         device = engine.resolve_device(timing.device)
         settings = timing.settings(commit=output.commit, rounds=timing.repeats or rounds, threshold=parse_fraction(threshold))
         rows, document = versions.compare_versions(
-            baseline, against, shape.cases(engine.default_dtype(device), takes=PACKED), timing.modes(), device=device, settings=settings,
-            processes=processes, say=progress.say,
+            baseline, against, shape.cases(engine.default_dtype(device), takes=PACKED), timing.modes(), device=device,
+            settings=settings, processes=processes, say=progress.say,
         )  # fmt: skip
     console.print(f"[bold]flashtile regress[/]   {record.describe(document['env'])}")
     show.regress_table(console, rows, document["regress"])
