@@ -113,11 +113,15 @@ def main():
     torch.manual_seed(0)
     roof = roofline.measure("cuda:0", "bfloat16")
     shapes = {"dense": DENSE, "sparse": SPARSE}
-    rows = [measure(shape, roof) for name in arguments.only.split(",") for shape in shapes[name]]
     command = "python benchmarks/mla.py" + (f" --tier {arguments.tier}" if arguments.tier else "")
-    env = record.environment(torch.device("cuda:0"), arguments.commit)
-    with open(arguments.out, "w") as file:
-        json.dump({"command": command, "env": env, "roof": roof.to_json(), "rows": rows}, file)
+    document = {"command": command, "env": record.environment(torch.device("cuda:0"), arguments.commit),
+                "roof": roof.to_json(), "rows": []}  # fmt: skip
+    for name in arguments.only.split(","):
+        for shape in shapes[name]:
+            document["rows"].append(measure(shape, roof))
+            # After each row: a run that is stopped leaves what it has
+            with open(arguments.out, "w") as file:
+                json.dump(document, file)
 
 
 if __name__ == "__main__":

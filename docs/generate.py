@@ -137,11 +137,14 @@ def page_cost() -> str:
 
 
 def mla() -> str:
-    """MLA decode, one query token a sequence: which bound, and how near."""
-    name = next((name for name in ("mla-hopper.json", "mla-portable.json") if load(name)), None)
-    if name is None:
-        return missing("mla-portable.json")
+    """MLA decode, one query token a sequence, by each tier: which bound, and how near."""
+    return "\n\n".join(map(mla_table, ("mla-hopper.json", "mla-portable.json")))
+
+
+def mla_table(name) -> str:
     record = load(name)
+    if record is None:
+        return missing(name)
     lines = []
     for row in record["rows"]:
         if row["seqlen_q"] == 1 and row["topk"] is None and not row["fp8"]:

@@ -112,6 +112,19 @@ def test_packed_sequences_dropout_and_pages(capsys):
     assert code == 2 and "varlen" in capsys.readouterr().err
 
 
+def test_decode_over_a_latent_cache(capsys):
+    latent = ["--seqlen-q", "1", "--nheads", "4", "--nheads-kv", "1", "-d", "576-512", "--mode", "decode", "--device", "cpu"]
+    code, document, _ = _run_json(capsys, "compare", "-b", "2", "-s", "64", *latent, "--repeats", "3", "--backend",
+                                  "flashtile,naive,flash_mla,sdpa")  # fmt: skip
+    rows = {row["backend"]: row for row in document["results"]}
+    assert code == 0 and rows["flashtile"]["status"] == rows["naive"]["status"] == "ok"
+    # fp32: 64 tokens in each cache, read once; queries and results, with lse
+    assert rows["flashtile"]["bytes"] == 2 * 4 * (64 * 576 + 4 * 576 + 4 * 512 + 4)
+    assert "latent cache" in rows["sdpa"]["reason"]
+    code = cli.main(["compare", "-b", "1", "-s", "65", *latent, "--backend", "flashtile,naive"])
+    assert code != 0 and "whole pages of 64 tokens" in capsys.readouterr().out
+
+
 def test_defaults_are_the_seeds():
     from flashtile.cli.common import ShapeFlags
 

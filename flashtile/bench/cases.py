@@ -85,6 +85,11 @@ class BenchCase:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def latent(self) -> bool:
+        """Whether it is a call over a latent cache, of which v is the first part of k: in the mode decode, for `mla_decode`."""
+        return (self.head_dim, self.head_dim_v) in ((576, 512), (512, 512)) and self.num_heads_kv == 1
+
+    @property
     def torch_dtype(self):
         import torch
 
@@ -114,6 +119,18 @@ class BenchCase:
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
             cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=self.mask_window,
             softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+        )  # fmt: skip
+
+    def latent_problem(self):
+        """The MlaProblem of a latent case in the mode decode, in pages of page_size or 64 tokens."""
+        from flashtile.mla.problem import MlaProblem
+
+        page_size = self.page_size or 64
+        return MlaProblem(
+            batch=self.batch, seqlen_q=self.seqlen_q, num_heads=self.num_heads, num_heads_kv=1, head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v, dtype=self.torch_dtype, page_size=page_size,
+            num_pages=self.batch * -(-self.seqlen_k // page_size), causal=self.causal and self.seqlen_q > 1,
+            softmax_scale=self.head_dim**-0.5,
         )  # fmt: skip
 
     def label(self) -> str:
@@ -339,6 +356,8 @@ PRESETS = {
                               softcap=50.0),
     "deepseek-v3-prefill": _one("DeepSeek V3, uncompressed heads", 1, 4096, 128, "192-128", "yes"),
     "llama3-8b-decode": _one("Llama 3 8B, a new token after 8k", 16, 8192, 32, 128, "yes", nheads_kv="8", seqlen_q="1"),
+    "deepseek-mla-decode": _one("DeepSeek V3, a new token after 8k over its latent cache; with --mode decode", 128, 8192, 128,
+                                "576-512", "yes", nheads_kv="1", seqlen_q="1"),
     "guide-small": _listed("small forward cases", (1, 32, 4, 16), (1, 64, 8, 32), (2, 128, 8, 32)),
     "guide-medium": _listed("medium forward cases", (4, 256, 16, 64), (8, 512, 16, 64), (16, 512, 32, 64)),
     "guide-large": _listed("large forward cases", (32, 1024, 32, 128), (64, 1024, 64, 128)),
@@ -420,7 +439,7 @@ def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> t
     Returns:
         q (batch, seqlen_q, num_heads, head_dim), k (batch, seqlen_k, num_heads_kv, head_dim),
         v (batch, seqlen_k, num_heads_kv, head_dim_v), dout (batch, seqlen_q, num_heads, head_dim_v); case.dtype, contiguous.
-        With varlen all are packed: (total tokens, heads, dim).
+        With varlen all are packed: (total tokens, heads, dim). Of a latent case v is a view of k.
     """
     import torch
 
@@ -434,7 +453,7 @@ def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> t
         rows_q = rows_k = (sum(case.lengths),)
     q = normal(*rows_q, case.num_heads, case.head_dim)
     k = normal(*rows_k, case.num_heads_kv, case.head_dim)
-    v = normal(*rows_k, case.num_heads_kv, case.head_dim_v)
+    v = k[..., : case.head_dim_v] if case.latent else normal(*rows_k, case.num_heads_kv, case.head_dim_v)
     return q, k, v, normal(*rows_q, case.num_heads, case.head_dim_v) if dout else None
 
 

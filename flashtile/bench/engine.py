@@ -453,8 +453,11 @@ class _Measurement:
         repro = f"flashtile run {case.flags()} --mode {mode}"
         repro += f" --backend {name}" if name != SUBJECT else ""
         repro += f" --seed {self.settings.seed}" + (" --device cpu" if self.device.type == "cpu" else "")
-        result = Result(case, name, mode, status, reason, flops=case.flops(work), bytes=case.problem().bytes_moved(work),
-                        repro=repro, **more)  # fmt: skip
+        flops, num_bytes = case.flops(work), case.problem().bytes_moved(work)
+        if case.latent and mode == DECODE:
+            problem = case.latent_problem()
+            flops, num_bytes = problem.flops(case.lengths), problem.bytes_moved(case.lengths)
+        result = Result(case, name, mode, status, reason, flops=flops, bytes=num_bytes, repro=repro, **more)
         self.report.results.append(result)
         return result
 

@@ -34,7 +34,7 @@ class Refused(FlashtileError):
 class Backend:
     """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None.
 
-    dense, varlen, dropout: whether it takes such cases here.
+    dense, varlen, dropout, latent: whether it takes such cases here.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Backend:
     dense: bool = True
     varlen: bool = False
     dropout: bool = False
+    latent: bool = False
     # Distribution whose version is recorded.
     package: str = "torch"
 
@@ -60,6 +61,11 @@ class Backend:
             return "measured here without dropout"
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
+        if case.latent and mode == DECODE:
+            if not self.latent:
+                return "measured here with keys and values of their own, not over a latent cache"
+            if case.seqlen_k % case.latent_problem().page_size:
+                return f"a latent cache is measured in whole pages of {case.latent_problem().page_size} tokens"
         return self.refuses(case, mode, device)
 
     def version(self) -> str | None:
@@ -93,8 +99,11 @@ def packing(case, device) -> dict:
 def cache_attend(k, v, case):
     """attend over k and v as a cache whose slots are all in use; rows of q are its last tokens.
 
-    With case.page_size they are copied once into pages, in random order, and attend looks at these alone.
+    With case.page_size they are copied once into pages, in random order, and attend looks at these alone. Of a latent case k is
+    the cache.
     """
+    if case.latent:
+        return _latent_attend
     from flashtile.api import attention_with_kvcache
 
     options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
@@ -112,9 +121,39 @@ def cache_attend(k, v, case):
     return lambda q, k, v, case: attention_with_kvcache(q, *pages, **options)
 
 
+@lru_cache(maxsize=2)
+def _latent_step(case, device):
+    """(block_table, cache_seqlens) of a latent case whose cache is its k: pages in order, all slots in use."""
+    problem = case.latent_problem()
+    block_table = torch.arange(problem.num_pages, dtype=torch.int32, device=device).view(case.batch, -1)
+    return block_table, torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=2)
+def _latent_schedule(case, device):
+    """Made once, outside of what is timed after the first call, as a model does for its layers."""
+    from flashtile.mla import make_schedule
+
+    return make_schedule(_latent_step(case, device)[1], num_heads=case.num_heads, seqlen_q=case.seqlen_q)
+
+
+def _latent_attend(q, k, v, case):
+    from flashtile.mla import mla_decode
+
+    block_table, cache_seqlens = _latent_step(case, q.device)
+    return mla_decode(
+        q, k.view(-1, case.latent_problem().page_size, *k.shape[2:]), block_table=block_table, cache_seqlens=cache_seqlens,
+        softmax_scale=case.head_dim**-0.5, causal=case.causal, schedule=_latent_schedule(case, q.device),
+    )  # fmt: skip
+
+
 def _plans(case, mode, device):
     from flashtile import dispatch
 
+    if mode == DECODE and case.latent:
+        from flashtile.mla import plan
+
+        return [plan.plan_for(case.latent_problem(), torch.device(device))]
     if mode == DECODE:
         return [dispatch.plan_for(case.cache_problem(), torch.device(device), "decode")]
     directions = {"fwd": ("forward",), "bwd": ("backward",), "fwd_bwd": ("forward", "backward")}[mode]
@@ -150,7 +189,9 @@ def flashtile_kernels(case, mode, device) -> str:
     words = []
     for plan in _plans(case, mode, device):
         words.append(plan.tier)
-        words += [f"{name}:{c.tile_m}x{c.tile_n},{c.num_warps}w,{c.num_stages}s" for name, c in plan.configs.items()]
+        # A plan of flashtile.mla has none
+        configs = getattr(plan, "configs", {})
+        words += [f"{name}:{c.tile_m}x{c.tile_n},{c.num_warps}w,{c.num_stages}s" for name, c in configs.items()]
     return " ".join(dict.fromkeys(words))
 
 
@@ -182,6 +223,9 @@ def naive_attention(q, k, v, case, rows: range | None = None):
     q holds the query rows `rows` of the case (default all); shapes as in `make_inputs`, any dtype.
     """
     rows = range(case.seqlen_q) if rows is None else rows
+    if case.latent and q.shape[2] > 1:
+        # A hundred copies of the cache would not fit
+        return torch.cat([naive_attention(head, k, v, case, rows) for head in q.split(1, 2)], 2)
     if q.shape[2] != k.shape[2]:
         group = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
@@ -473,11 +517,27 @@ def _load_flash_mla(device):
     module = _load_module("flash_mla", "build it from its source (DeepSeek's FlashMLA; Hopper and newer)", device)
     if not hasattr(module, "flash_mla_with_kvcache"):
         raise Unavailable("not installed: a package without flash_mla_with_kvcache is in its place")
-    return module.flash_mla_with_kvcache
+
+    @lru_cache(maxsize=2)
+    def schedule(case):
+        return module.get_mla_metadata()[0]
+
+    def attend(q, k, v, case):
+        block_table, cache_seqlens = _latent_step(case, q.device)
+        return module.flash_mla_with_kvcache(
+            q, k.view(-1, 64, *k.shape[2:]), block_table, cache_seqlens, case.head_dim_v, schedule(case),
+            softmax_scale=case.head_dim**-0.5, causal=case.causal,
+        )[0]  # fmt: skip
+
+    return attend
 
 
 def _flash_mla_refuses(case, mode, device):
-    return "decodes with a latent cache (head dims 576 and 512) only; `run` and `compare` time attention on q, k and v"
+    if not case.latent or mode != DECODE:
+        return "decodes over a latent cache only: --mode decode -d 576-512 --nheads-kv 1"
+    if case.latent_problem().page_size != 64:
+        return "takes pages of 64 tokens"
+    return None if case.dtype in ("fp16", "bf16") else "fp16 and bf16 only"
 
 
 def _minus_one(case):
@@ -513,9 +573,10 @@ def _never(case, mode, device):
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, varlen=True, dropout=True,
+        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, varlen=True, dropout=True, latent=True,
                 package="flashtile"),
-        Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True),
+        Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
+                latent=True),
         Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses, dropout=True),
         Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses, dropout=True),
         Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses, dropout=True),
@@ -532,7 +593,8 @@ BACKENDS = {
         Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),
         Backend("flashinfer", "FlashInfer, ragged prefill", _load_flashinfer, _flashinfer_refuses, backward=False, varlen=True,
                 package="flashinfer-python"),
-        Backend("flash_mla", "FlashMLA, decode", _load_flash_mla, _flash_mla_refuses, backward=False, package="flash-mla"),
+        Backend("flash_mla", "FlashMLA, decode", _load_flash_mla, _flash_mla_refuses, backward=False, latent=True,
+                package="flash-mla"),
     )
 }
 # These store all scores: they are skipped where that would not fit.

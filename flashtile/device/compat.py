@@ -3,6 +3,7 @@
 Kernels take these names from here and nothing that is versioned from Triton itself.
 """
 
+import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,10 +24,13 @@ partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# Programmatic dependent launch: the next kernel of the stream may begin, up to its gdc_wait
+allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
-    "TensorDescriptor", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier", "partition_barrier", "rebased",
-    "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "TensorDescriptor", "allow_dependents", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "partition_barrier", "rebased", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]  # fmt: skip
 
 

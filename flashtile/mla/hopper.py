@@ -1,8 +1,8 @@
-"""The Hopper kernel of dense latent attention decode: warp-specialised, TMA and asynchronous wgmma, in Gluon.
+"""The Hopper kernel of latent attention decode, dense and sparse: warp-specialised, TMA and asynchronous wgmma, in Gluon.
 
-    partition        warps   does
-    _load (default)  4       all TMA loads of the program's part: queries of a sequence, key tiles
-    _compute x 2     4 each  scores and softmax of every second key tile; of all tiles, one half of the 512 output columns
+    partition           warps   does
+    _produce (default)  4       queries of a sequence and key tiles of the program's part, to shared memory
+    _compute x 2        4 each  scores and softmax of every second key tile; of all tiles, one half of the 512 output columns
 
 64 rows by 512 columns of output are 128 KiB: two partitions hold half each, and both need the probabilities of all keys. So
 tile i is scored by partition i % 2, which hands its probabilities to the other through shared memory, in the place of the
@@ -15,20 +15,22 @@ While one computes its probabilities, products of the other run.
 Queries and two key tiles fill the shared memory. Tile i + 2 takes the slot of tile i half by half, as soon as its partition has
 multiplied with that half: half h of a slot belongs to partition h, and a scorer begins with its own half, which comes first.
 
-A tile that a sequence ends in is filled up with zeros by TMA (`cache_descriptor`), so that NaN in unused slots is never read.
+Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence ends in is filled up with zeros
+(`cache_descriptor`), so that NaN in unused slots is never read. Indices, packed tokens and other pages are gathered
+(`_gather`), 128 bytes of a token at a time; packed ones are unpacked on the way, and tokens of no index get -inf as a bias.
 
-Refuses what is not dense, packed caches, several latent heads, pages that are no multiple of 64 tokens, and strides that TMA
-does not take; the portable kernel takes those.
-
-How fast: benchmarks/results/nvidia-h200/mla-hopper-first-look.json; with many keys 2.6 to 2.9 times the portable kernel at 128
-heads, and 0.94 of the measured copy bandwidth at 16 heads. What it costs, by counting, in clocks of an SM at 4096 FLOP: the
-products of a tile 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of
-the product rate is the most that this form can reach. Found on the way (H200; batch 128, 8192 keys, 128 heads; not recorded):
-- the product with the given tile behind all scores of the own tile, as FlashAttention-3 overlaps them, 628 us; between the two
-  halves of the scores, so that the other half of its slot is free 576 clocks earlier, 509 us.
+How fast: benchmarks/results/nvidia-h200/mla-hopper.json. What a tile costs, by counting, in clocks of an SM at 4096 FLOP: its
+products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the product
+rate is the most that this form can reach. Found on the way, on an H200 in single runs that are not recorded (us; bf16):
+- the product with the given tile behind all scores of the own tile, as FlashAttention-3 overlaps them: batch 128, 8192 keys,
+  128 heads 583; between the two halves of the scores, so that the other half of its slot is free 576 clocks earlier, 508.
 - the slot told as a constant: the compiler keeps the addresses of all products, and spills 520 bytes.
+- tiles asked for at L2 one ahead: 128 heads 520 before, 508 then; 64 heads 303, 340 (so not there).
+- sparse and packed, batch 128, 128 heads, 2 query tokens, top-k 2048: 1228 by the portable kernel; gathered 537; with numbers
+  unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles ahead 567. That
+  helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
 Not measured yet: the rotary part of q in registers (no spills; 3% less traffic); the length of a part's next sequence asked for
-one round ahead (as the round's length, see `_segment`); two or more rows at once in `portable.merge`.
+one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
 """
@@ -40,6 +42,7 @@ import torch
 from flashtile.device import softmax
 from flashtile.device.compat import (
     TensorDescriptor,
+    allow_dependents,
     fence_async_shared,
     gl,
     gluon,
@@ -59,7 +62,14 @@ HALF = gl.constexpr(256)
 LATENT = gl.constexpr(512)
 # What a cache descriptor takes for the number of rows; see `cache_descriptor`
 MANY_ROWS = gl.constexpr(2**30)
-REGISTERS = gl.constexpr(240)
+SCALES_BYTE = gl.constexpr(cache.SCALES_BYTE)
+PACKED_BYTES = gl.constexpr(cache.TOKEN_BYTES)
+ROPE_BYTE = gl.constexpr(cache.ROPE_BYTE)
+# A tile's shared memory as int32
+WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+# Of a consumer's thread; gathering takes registers of its own
+REGISTERS = 240
+REGISTERS_GATHERING = 192
 
 
 class Ring(NamedTuple):
@@ -75,6 +85,8 @@ class Ring(NamedTuple):
     # softmax state after the tile of a slot
     max_smem: Any
     sum_smem: Any
+    # 0 or -inf for each token of a slot; None where only the end of a sequence hides
+    bias_smem: Any
     q_ready: Any
     q_free: Any
     latent_ready: Any
@@ -93,7 +105,7 @@ class Segment(NamedTuple):
 
 
 @gluon.jit
-def _segment(cache_seqlens, part, index, max_length):
+def _segment(cache_seqlens, part, index, max_length, SEQUENCES_PER_LENGTH: gl.constexpr):
     """The index-th sequence of a part.
 
     Made anew in each round: what is carried from round to round and only used in bounds of an inner loop, Gluon 3.6 forgets to
@@ -101,7 +113,7 @@ def _segment(cache_seqlens, part, index, max_length):
     """
     begin, begin_tile, last, end_tile = part
     sequence = begin + index
-    length = schedule.key_length(cache_seqlens, sequence, max_length, 1)
+    length = schedule.key_length(cache_seqlens, sequence, max_length, SEQUENCES_PER_LENGTH)
     num_tiles = schedule.num_tiles_of(length)
     first, end = schedule.part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile)
     return Segment(sequence, length, first, gl.maximum(end, first), num_tiles)
@@ -124,32 +136,66 @@ def _slot(step):
 
 
 @gluon.jit
-def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, cache_seqlens, block_table, table_stride, max_length, part,
-          TILES_PER_PAGE: gl.constexpr, ROPE: gl.constexpr):  # fmt: skip
-    """The producer."""
+def _page(pages, tile, length, TILES_PER_PAGE: gl.constexpr):
+    return gl.load(pages + tile // TILES_PER_PAGE, mask=tile * TILE < length, other=0)
+
+
+@gluon.jit
+def _prefetch_tile(keys, page, row, valid, ROPE: gl.constexpr):
+    """Bring a tile to L2 if its tokens lie side by side: one thread asks for all of it."""
+    ptr = keys.latent.ptr + page.to(gl.int64) * keys.latent.batch_stride + row.to(gl.int64) * keys.latent.row_stride
+    side_by_side = keys.latent.row_stride == 2 * (LATENT + ROPE)
+    num_bytes = gl.where(side_by_side, gl.minimum(valid, TILE) * (2 * (LATENT + ROPE)), 0)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 wanted, thread, 0;
+        setp.gt.and.s32 wanted, $2, 0, wanted;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [ptr.to(gl.int64), num_bytes], dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE: gl.constexpr):
+    """The queries of the index-th sequence of a part."""
     m_row = gl.program_id(0) * ROWS
+    mbarrier.wait(ring.q_free, (index & 1) ^ 1)
+    if ROPE:
+        mbarrier.expect(ring.q_ready, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
+        tma_load(q_rope_desc, [sequence, m_row, LATENT], ring.q_ready, ring.q_rope_smem)
+    else:
+        mbarrier.expect(ring.q_ready, 2 * q_desc.block_type.nbytes)
+    tma_load(q_desc, [sequence, m_row, 0], ring.q_ready, ring.q_smem.index(0))
+    tma_load(q_desc, [sequence, m_row, HALF], ring.q_ready, ring.q_smem.index(1))
+
+
+@gluon.jit
+def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE: gl.constexpr,
+          ROPE: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    """The producer where pages are tiles."""
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
-        segment = _segment(cache_seqlens, part, index, max_length)
-        pages = block_table + segment.sequence.to(gl.int64) * table_stride
-        page = gl.load(pages + segment.first // TILES_PER_PAGE, mask=segment.first * TILE < segment.length, other=0)
-        mbarrier.wait(ring.q_free, (index & 1) ^ 1)
-        if ROPE:
-            mbarrier.expect(ring.q_ready, 2 * q_desc.block_type.nbytes + q_rope_desc.block_type.nbytes)
-            tma_load(q_rope_desc, [segment.sequence, m_row, LATENT], ring.q_ready, ring.q_rope_smem)
-        else:
-            mbarrier.expect(ring.q_ready, 2 * q_desc.block_type.nbytes)
-        tma_load(q_desc, [segment.sequence, m_row, 0], ring.q_ready, ring.q_smem.index(0))
-        tma_load(q_desc, [segment.sequence, m_row, HALF], ring.q_ready, ring.q_smem.index(1))
+        segment = _segment(lengths, part, index, max_length, 1)
+        pages = keys.block_table + segment.sequence.to(gl.int64) * keys.row_stride
+        page = _page(pages, segment.first, segment.length, TILES_PER_PAGE)
+        following_page = _page(pages, segment.first + 1, segment.length, TILES_PER_PAGE)
+        _load_queries(q_desc, q_rope_desc, ring, segment.sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
             valid = gl.minimum(segment.length - tile * TILE, TILE)
             row = (tile % TILES_PER_PAGE) * TILE
             this_page = page
-            following = tile + 1
-            page = gl.load(pages + following // TILES_PER_PAGE, mask=following * TILE < segment.length, other=0)
+            page = following_page
+            following_page = _page(pages, tile + 2, segment.length, TILES_PER_PAGE)
+            if PREFETCH:
+                row_ahead = (tile + 1) % TILES_PER_PAGE * TILE
+                _prefetch_tile(keys, page, row_ahead, segment.length - (tile + 1) * TILE, ROPE)
             # The scorer's half first
             own = slot * 2 + slot
             mbarrier.wait(ring.latent_free.index(own), free_phase)
@@ -165,6 +211,186 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, cache_seqlens, bloc
             else:
                 mbarrier.expect(ready, latent_desc.block_type.nbytes)
             _load_keys(latent_desc, ring.latent_smem.index(other), this_page, row, valid, (1 - slot) * HALF, ready)
+            step += 1
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of a tile begin, pointers to bytes, and which are visible."""
+
+    ptrs: Any
+    visible: Any
+
+
+@gluon.jit
+def _look_up(keys, sequence, tile, length, layout: gl.constexpr):
+    rows = tile * TILE + gl.arange(0, TILE, layout)
+    return portable.look_up(keys, sequence, rows, length)
+
+
+@gluon.jit
+def _place(keys, entries, tile, length, layout: gl.constexpr):
+    rows = tile * TILE + gl.arange(0, TILE, layout)
+    page, offset, visible = portable.place(keys, entries, rows, length)
+    return Tokens(portable.token_ptrs(keys.latent, page, offset, 0), visible)
+
+
+@gluon.jit
+def _prefetch(tokens, layout: gl.constexpr, TOKEN_BYTES: gl.constexpr):
+    """Bring tokens to L2, two threads each."""
+    for first in gl.static_range(0, TOKEN_BYTES, 128):
+        byte = first + 64 * gl.arange(0, 2, gl.SliceLayout(0, layout))
+        wanted = tokens.visible[:, None] & (byte < TOKEN_BYTES)[None, :]
+        gl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.s32 wanted, $2, 0;
+            @wanted prefetch.global.L2 [$1];
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [(tokens.ptrs[:, None] + byte[None, :]).to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False,
+            pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _chunk_byte(number: gl.constexpr, own, CHUNKS: gl.constexpr):
+    """Where a chunk of a token begins: 128 bytes, of CHUNKS latent ones, half `own` first, or the rotary one behind them."""
+    if number == CHUNKS:
+        return ROPE_BYTE if CHUNKS == 4 else 2 * LATENT
+    else:
+        half = own if number < CHUNKS // 2 else 1 - own
+        return half * (64 * CHUNKS) + number % (CHUNKS // 2) * 128
+
+
+@gluon.jit
+def _load_chunk(tokens, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
+    """A chunk of each token of a tile, as int32."""
+    rows = (tokens.ptrs + _chunk_byte(number, own, CHUNKS)).to(gl.pointer_type(gl.int32), bitcast=True)
+    words = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    return gl.load(rows[:, None] + words[None, :], mask=tokens.visible[:, None], other=0)
+
+
+@gluon.jit
+def _load_scale(tokens, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
+    """The scales of a latent chunk; where there are none, zeros that nobody reads."""
+    if CHUNKS == 4 and number < CHUNKS:
+        ptrs = tokens.ptrs + (SCALES_BYTE + _chunk_byte(number, own, CHUNKS) // 32)
+        return gl.load(ptrs.to(gl.pointer_type(gl.float32), bitcast=True), mask=tokens.visible, other=0.0)
+    else:
+        return gl.zeros([TILE], gl.float32, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _unpack(words, scale):
+    """The numbers of a packed chunk in bf16, two in an int32: (TILE, 64)."""
+    low, high = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 a<4>;
+        .reg .b32 h<2>;
+        .reg .f32 x<4>;
+        mov.b32 {a0, a1}, $2;
+        cvt.rn.f16x2.e4m3x2 h0, a0;
+        cvt.rn.f16x2.e4m3x2 h1, a1;
+        mov.b32 {a0, a1}, h0;
+        mov.b32 {a2, a3}, h1;
+        cvt.f32.f16 x0, a0;
+        cvt.f32.f16 x1, a1;
+        cvt.f32.f16 x2, a2;
+        cvt.f32.f16 x3, a3;
+        mul.f32 x0, x0, $3;
+        mul.f32 x1, x1, $3;
+        mul.f32 x2, x2, $3;
+        mul.f32 x3, x3, $3;
+        cvt.rn.bf16x2.f32 $0, x1, x0;
+        cvt.rn.bf16x2.f32 $1, x3, x2;
+        }""",
+        "=r,=r,r,f", [words, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    return gl.join(low, high).reshape([TILE, 64])
+
+
+@gluon.jit
+def _store_chunk(ring, words, scale, number: gl.constexpr, slot, CHUNKS: gl.constexpr):
+    if number == CHUNKS:
+        ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS).store(words)
+    else:
+        half = slot if number < CHUNKS // 2 else 1 - slot
+        smem = ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
+        if CHUNKS == 4:
+            smem.slice(number % 2 * 64, 64, dim=1).store(_unpack(words, scale))
+        else:
+            smem.slice(number % 4 * 32, 32, dim=1).store(words)
+
+
+@gluon.jit
+def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
+            ROPE: gl.constexpr):  # fmt: skip
+    """The producer where tokens lie anywhere, or packed: they come to L2, to registers, and then to shared memory.
+
+    A tile is looked up three tiles ahead and asked for at L2 two ahead; four chunks of 128 bytes a token are on their way to
+    registers.
+    """
+    # 16 bytes a thread. 8 threads that store together cover a row of 128 bytes, or of packed tokens, which grow to twice
+    # that, half of two rows: in both cases they meet all banks once.
+    lanes: gl.constexpr = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    lanes_packed: gl.constexpr = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
+    CHUNKS: gl.constexpr = 8 if keys.scales is None else 4
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]], lanes if CHUNKS == 8 else lanes_packed, [[4, 0], [8, 0]], [], [TILE, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    TOTAL: gl.constexpr = CHUNKS + (ROPE > 0)
+    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
+    TOKEN_BYTES: gl.constexpr = PACKED_BYTES if CHUNKS == 4 else 2 * (LATENT + ROPE)
+    begin, begin_tile, last, end_tile = part
+    step = 0
+    for index in range(last - begin + 1):
+        segment = _segment(lengths, part, index, max_length, SEQUENCES_PER_LENGTH)
+        entries = _look_up(keys, segment.sequence, segment.first, segment.length, row_layout)
+        tokens = _place(keys, entries, segment.first, segment.length, row_layout)
+        entries = _look_up(keys, segment.sequence, segment.first + 1, segment.length, row_layout)
+        ahead = _look_up(keys, segment.sequence, segment.first + 1, segment.length, gl.SliceLayout(1, pairs))
+        own = step & 1
+        first = _load_chunk(tokens, 0, own, layout, CHUNKS)
+        second = _load_chunk(tokens, 1, own, layout, CHUNKS)
+        third = _load_chunk(tokens, 2, own, layout, CHUNKS)
+        fourth = _load_chunk(tokens, 3, own, layout, CHUNKS)
+        scale = _load_scale(tokens, 0, own, layout, CHUNKS)
+        there = _place(keys, ahead, segment.first + 1, segment.length, gl.SliceLayout(1, pairs))
+        _prefetch(there, pairs, TOKEN_BYTES)
+        ahead = _look_up(keys, segment.sequence, segment.first + 2, segment.length, gl.SliceLayout(1, pairs))
+        _load_queries(q_desc, q_rope_desc, ring, segment.sequence, index, ROPE)
+        for tile in range(segment.first, segment.end):
+            there = _place(keys, ahead, tile + 2, segment.length, gl.SliceLayout(1, pairs))
+            _prefetch(there, pairs, TOKEN_BYTES)
+            ahead = _look_up(keys, segment.sequence, tile + 3, segment.length, gl.SliceLayout(1, pairs))
+            following = _place(keys, entries, tile + 1, segment.length, row_layout)
+            entries = _look_up(keys, segment.sequence, tile + 2, segment.length, row_layout)
+            slot = step & 1
+            free_phase = ((step >> 1) & 1) ^ 1
+            for number in gl.static_range(TOTAL):
+                # The scorer's half first
+                if number == 0:
+                    mbarrier.wait(ring.latent_free.index(slot * 3), free_phase)
+                    if ring.bias_smem is not None:
+                        ring.bias_smem.index(slot).store(gl.where(tokens.visible, 0.0, NEG_INF))
+                if number == CHUNKS // 2:
+                    fence_async_shared()
+                    mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
+                    mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
+                this_scale = scale
+                if number + 1 < TOTAL:
+                    scale = _load_scale(tokens, number + 1, slot, layout, CHUNKS)
+                else:
+                    scale = _load_scale(following, 0, 1 - slot, layout, CHUNKS)
+                _store_chunk(ring, first, this_scale, number, slot, CHUNKS)
+                first = second
+                second = third
+                third = fourth
+                if number + 4 < TOTAL:
+                    fourth = _load_chunk(tokens, number + 4, slot, layout, CHUNKS)
+                else:
+                    fourth = _load_chunk(following, number + 4 - TOTAL, 1 - slot, layout, CHUNKS)
+            fence_async_shared()
+            mbarrier.arrive(ring.latent_ready.index(slot + 1), count=1)
+            tokens = following
             step += 1
 
 
@@ -232,7 +458,9 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     mbarrier.arrive(ring.latent_free.index((1 - slot) * 2 + slot), count=1, pred=has_given)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.q_free, count=1, pred=last)
-    if masked:
+    if ring.bias_smem is not None:
+        raw += ring.bias_smem.index(slot).load(gl.SliceLayout(0, raw.type.layout))[None, :]
+    elif masked:
         cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
         raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
     state, p, correction = softmax.update(state, raw, scale_log2, True)
@@ -288,7 +516,8 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
 @gluon.jit
 def _compute(
     out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows, num_heads,
-    seqlen_q, scale_log2, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
+    seqlen_q, scale_log2, SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr,
+    LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second tile's scores, and the output columns from W * HALF on."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -298,7 +527,7 @@ def _compute(
     tokens = (gl.program_id(0) * ROWS + gl.arange(0, ROWS, row_layout)) // num_heads
     first_step = 0
     for index in range(last - begin + 1):
-        segment = _segment(cache_seqlens, part, index, max_length)
+        segment = _segment(cache_seqlens, part, index, max_length, SEQUENCES_PER_LENGTH)
         limits = gl.full([ROWS], 0, gl.int32, row_layout) + segment.length
         mask_from = segment.length
         if IS_CAUSAL:
@@ -339,33 +568,51 @@ def _allocate(desc, NUMBER: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [NUMBER] + desc.block_type.shape, desc.layout)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "max_length", "num_sequences", "num_rows", "seqlen_q"])
+@gluon.jit
+def _produce(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE: gl.constexpr,
+             SEQUENCES_PER_LENGTH: gl.constexpr, ROPE: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
+    if latent_desc is not None:
+        _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE, ROPE,
+              PREFETCH)  # fmt: skip
+    else:
+        _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
+
+
+@gluon.jit(do_not_specialize=["max_length", "num_sequences", "num_rows", "seqlen_q"])
 def decode(
-    q_desc, q_rope_desc, latent_desc, rope_desc, out, lse, partial_out, partial_lse, table, cache_seqlens, block_table, sinks,
-    softmax_scale, table_stride, max_length, num_sequences, num_rows, num_heads, seqlen_q, TILES_PER_PAGE: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr,
+    q_desc, q_rope_desc, latent_desc, rope_desc, keys, out, lse, partial_out, partial_lse, table, lengths, sinks,
+    softmax_scale, max_length, num_sequences, num_rows, num_heads, seqlen_q, TILES_PER_PAGE: gl.constexpr,
+    SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr,
+    SPARSE: gl.constexpr, PREFETCH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `launch`; out, lse, partial_out (slots, num_rows, 512), partial_lse (slots, num_rows): pointers.
 
-    table: of schedule.py. ROPE: 64, or 0 for a head dim of 512.
+    latent_desc, rope_desc: of the cache; None where tokens are gathered. keys: of `_keys_of`. table: of schedule.py.
+    lengths: int32, one for SEQUENCES_PER_LENGTH sequences each, or None: max_length, which bounds them anyway. ROPE: 64, or 0
+    for a head dim of 512. PREFETCH: bring tiles to L2 before TMA asks for them. REGISTERS: of a consumer's thread.
     """
+    # The merge waits for all of this kernel, but may be loaded meanwhile
+    allow_dependents()
     part = schedule.part_of_program(table, gl.program_id(1), num_sequences)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bias_smem = None
+    if SPARSE:
+        bias_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], vectors)
     ring = Ring(
-        _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(latent_desc, 4), _allocate(rope_desc, 2),
+        _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors),
-        _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), _allocate_barriers(1, 4),
+        bias_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), _allocate_barriers(1, 4),
         _allocate_barriers(1, 4), _allocate_barriers(1, 2),
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
     gl.warp_specialize([
-        (_load, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, cache_seqlens, block_table, table_stride, max_length, part,
-                 TILES_PER_PAGE, ROPE)),
-        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
+        (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
+                    SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
+        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
+        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
 
 
@@ -377,19 +624,20 @@ def refuses(problem, device) -> str | None:
     """Why this kernel does not take a problem, or None."""
     if device.sm != 90:
         return f"needs sm_90 (H100, H200, H800), the device is {device.arch}"
-    if problem.sparse:
-        return "does not take indices"
-    if problem.fp8:
-        return "does not take packed caches"
     if problem.num_heads_kv != 1:
         return f"takes one latent head, not {problem.num_heads_kv}"
-    if problem.page_size % TILE.value:
-        return f"takes pages of a multiple of {TILE.value} tokens, not {problem.page_size}"
-    if problem.unaligned:
-        return "TMA needs a kv_cache whose rows begin at multiples of 16 bytes"
     if problem.softmax_scale <= 0:
         return "takes a positive softmax_scale"
+    if problem.fp8:
+        return None if problem.dtype == torch.bfloat16 else f"takes packed caches for bfloat16 queries, not {problem.dtype}"
+    if problem.unaligned:
+        return "needs a kv_cache whose rows begin at multiples of 16 bytes"
     return None
+
+
+def _gathers(problem) -> bool:
+    """Whether tokens are looked up one by one; else TMA loads tiles of them."""
+    return problem.sparse or problem.fp8 or problem.page_size % TILE.value > 0
 
 
 def config_of(problem, device) -> None:
@@ -422,6 +670,17 @@ def query_descriptor(q, columns):
     return TensorDescriptor(q, list(q.shape), list(q.stride()), block, _layout(block, q))
 
 
+def _keys_of(problem, operands) -> portable.Keys:
+    """Whole tokens as the latent part, in bytes. scales: not None where they are packed."""
+    raw = operands.kv_cache.view(torch.uint8)
+    table, indices = operands.block_table, None
+    if problem.sparse:
+        table, indices = None, operands.indices.reshape(problem.num_sequences, problem.topk)
+    rows = portable.rows_of(raw)
+    return portable.Keys(rows, rows if problem.fp8 else None, None, problem.page_size, problem.num_pages * problem.page_size,
+                         table, indices, (indices if problem.sparse else table).stride(0))  # fmt: skip
+
+
 def launch(problem, config, operands):
     """Run both kernels. Returns out and lse as `mla_decode` describes them."""
     out, lse = portable.allocate(problem, operands.q)
@@ -429,30 +688,40 @@ def launch(problem, config, operands):
         return out, lse
     num_parts = schedule.num_parts_of(operands.schedule, problem.num_sequences)
     outputs = portable.outputs_of(problem, out, lse, num_parts)
-    q = operands.q.reshape(problem.batch, problem.num_rows, problem.head_dim)
+    q = operands.q.reshape(problem.num_sequences, problem.num_rows, problem.head_dim)
     if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
         q = q.clone(memory_format=torch.contiguous_format)
-    kv_cache, table = operands.kv_cache, operands.block_table
-    pointers = (out, lse, outputs.partial_out, outputs.partial_lse, operands.schedule, operands.cache_seqlens, table,
-                operands.sinks)  # fmt: skip
-    key = problem, num_parts, q.stride(), kv_cache.stride(), table.shape[1], table.stride(0), *launch_key(pointers)
+    kv_cache, gathers, keys = operands.kv_cache, _gathers(problem), _keys_of(problem, operands)
+    lengths = operands.topk_length if problem.sparse else operands.cache_seqlens
+    pointers = out, lse, outputs.partial_out, outputs.partial_lse, operands.schedule, lengths, operands.sinks
+    looked_up = keys.latent.ptr, keys.indices if problem.sparse else keys.block_table
+    key = (problem, num_parts, q.stride(), kv_cache.stride(), looked_up[1].shape, keys.row_stride,
+           *launch_key((*pointers, *looked_up)))  # fmt: skip
     prepared = _prepared.get(key)
     if prepared is not None:
-        prepared.run(*map(rebased, prepared.descriptors, (q, q, kv_cache, kv_cache)), *pointers, *prepared.rest)
+        descriptors = (None if descriptor is None else rebased(descriptor, x)
+                       for descriptor, x in zip(prepared.descriptors, (q, q, kv_cache, kv_cache), strict=True))
+        prepared.run(*descriptors, keys, *pointers, *prepared.rest)
     else:
-        descriptors = (query_descriptor(q, HALF.value), query_descriptor(q, cache.ROPE_DIM),
-                       cache_descriptor(kv_cache, HALF.value), cache_descriptor(kv_cache, cache.ROPE_DIM))  # fmt: skip
-        numbers = (problem.softmax_scale, table.stride(0), portable.max_length(problem, operands), problem.num_sequences,
-                   problem.num_rows, problem.num_heads, problem.seqlen_q)  # fmt: skip
-        constexprs = {"TILES_PER_PAGE": problem.page_size // TILE.value, "IS_CAUSAL": problem.causal,
-                      "ROPE": problem.head_dim - problem.head_dim_v, "LSE_WITH_SINKS": problem.lse_with_sinks}  # fmt: skip
+        descriptors = query_descriptor(q, HALF.value), query_descriptor(q, cache.ROPE_DIM)
+        if gathers:
+            descriptors += None, None
+        else:
+            descriptors += cache_descriptor(kv_cache, HALF.value), cache_descriptor(kv_cache, cache.ROPE_DIM)
+        numbers = (problem.softmax_scale, portable.max_length(problem, operands), problem.num_sequences, problem.num_rows,
+                   problem.num_heads, problem.seqlen_q)  # fmt: skip
+        constexprs = {"TILES_PER_PAGE": problem.page_size // TILE.value,
+                      "SEQUENCES_PER_LENGTH": problem.seqlen_q if problem.sparse else 1, "IS_CAUSAL": problem.causal,
+                      "ROPE": problem.head_dim - problem.head_dim_v, "LSE_WITH_SINKS": problem.lse_with_sinks,
+                      "SPARSE": problem.sparse, "PREFETCH": problem.num_rows > ROWS.value,
+                      "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
         grid = -(-problem.num_rows // ROWS.value), num_parts
-        compiled = decode[grid](*descriptors, *pointers, *numbers, **constexprs, num_warps=4)
+        compiled = decode[grid](*descriptors, keys, *pointers, *numbers, **constexprs, num_warps=4)
         if out.is_cuda:
             if len(_prepared) >= MAX_PREPARED:
                 _prepared.clear()
-            descriptors = tuple(rebased(descriptor, None) for descriptor in descriptors)
+            descriptors = tuple(None if descriptor is None else rebased(descriptor, None) for descriptor in descriptors)
             _prepared[key] = Prepared(compiled[(*grid, 1)], descriptors, (*numbers, *constexprs.values()))
     if num_parts > 1:
-        portable.launch_merge(problem, operands, outputs, num_parts)
+        portable.launch_merge(problem, operands, outputs, num_parts, dependent=True)
     return out, lse

@@ -9,7 +9,7 @@ from typing import Any
 from flashtile import hardware, settings
 from flashtile.errors import UnsupportedError
 
-# Fastest first.
+# Fastest first: benchmarks/results/nvidia-h200/mla-hopper.json and mla-portable.json.
 TIERS = {
     "hopper": "flashtile.mla.hopper",
     "portable": "flashtile.mla.portable",
@@ -17,7 +17,7 @@ TIERS = {
 }
 # Tiers that run only where FLASHTILE_TIER asks for them, and why.
 ON_REQUEST = {
-    "hopper": "runs on request (FLASHTILE_TIER=hopper,portable) until its whole GPU suite and its speed are recorded",
+    "hopper": "runs on request (FLASHTILE_TIER=hopper,portable) until its whole GPU suite is recorded",
 }
 
 

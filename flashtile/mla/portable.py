@@ -46,22 +46,29 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def _slots(keys, sequence, cols, length):
-    """(page, offset in it, visible) of the tokens `cols` of a sequence. Hidden ones are not looked up."""
+def look_up(keys, sequence, cols, length):
+    """What the block table or the indices hold for the tokens `cols` of a sequence. Hidden ones are not looked up."""
     inside = cols < length
     if keys.indices is None:
         pages = keys.block_table + sequence.to(tl.int64) * keys.row_stride
-        page = tl.load(pages + cols // keys.page_size, mask=inside, other=0)
-        return page, cols % keys.page_size, inside
+        return tl.load(pages + cols // keys.page_size, mask=inside, other=0)
     else:
-        slot = tl.load(keys.indices + sequence.to(tl.int64) * keys.row_stride + cols, mask=inside, other=-1)
-        visible = (slot >= 0) & (slot < keys.num_slots)
-        slot = tl.where(visible, slot, 0)
+        return tl.load(keys.indices + sequence.to(tl.int64) * keys.row_stride + cols, mask=inside, other=-1)
+
+
+@triton.jit
+def place(keys, entries, cols, length):
+    """(page, offset in it, visible) of the tokens `cols`, by what was looked up."""
+    if keys.indices is None:
+        return entries, cols % keys.page_size, cols < length
+    else:
+        visible = (entries >= 0) & (entries < keys.num_slots)
+        slot = tl.where(visible, entries, 0)
         return slot // keys.page_size, slot % keys.page_size, visible
 
 
 @triton.jit
-def _token_ptrs(x, page, offset, head):
+def token_ptrs(x, page, offset, head):
     return x.ptr + page.to(tl.int64) * x.batch_stride + offset.to(tl.int64) * x.row_stride + head * x.head_stride
 
 
@@ -69,13 +76,13 @@ def _token_ptrs(x, page, offset, head):
 def _load_latent(keys, page, offset, visible, head, LATENT: tl.constexpr, dtype: tl.constexpr):
     """(TILE_N, LATENT), zeros where hidden."""
     dims = tl.arange(0, LATENT)
-    ptrs = _token_ptrs(keys.latent, page, offset, head)[:, None] + dims[None, :]
+    ptrs = token_ptrs(keys.latent, page, offset, head)[:, None] + dims[None, :]
     latent = tl.load(ptrs, mask=visible[:, None], other=0.0)
     if keys.scales is None:
         return latent
     else:
         GROUPS: tl.constexpr = LATENT // SCALE_GROUP
-        scale_ptrs = _token_ptrs(keys.scales, page, offset, head)[:, None] + tl.arange(0, GROUPS)[None, :]
+        scale_ptrs = token_ptrs(keys.scales, page, offset, head)[:, None] + tl.arange(0, GROUPS)[None, :]
         scales = tl.load(scale_ptrs, mask=visible[:, None], other=0.0)
         groups = latent.to(tl.float32).reshape(latent.shape[0], GROUPS, SCALE_GROUP) * scales[:, :, None]
         return groups.reshape(latent.shape[0], LATENT).to(dtype)
@@ -86,12 +93,12 @@ def _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, lengt
                  TILE_N: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr):  # fmt: skip
     """TILE_N keys from tile_begin on. limits: (TILE_M,) keys that a row may see."""
     cols = tile_begin + tl.arange(0, TILE_N)
-    page, offset, visible = _slots(keys, sequence, cols, length)
+    page, offset, visible = place(keys, look_up(keys, sequence, cols, length), cols, length)
     latent = _load_latent(keys, page, offset, visible, head, LATENT, q_latent.dtype)
     # (TILE_M, TILE_N)
     scores = dot(q_latent, latent.T)
     if ROPE > 0:
-        rope_ptrs = _token_ptrs(keys.rope, page, offset, head)[:, None] + tl.arange(0, ROPE)[None, :]
+        rope_ptrs = token_ptrs(keys.rope, page, offset, head)[:, None] + tl.arange(0, ROPE)[None, :]
         rope = tl.load(rope_ptrs, mask=visible[:, None], other=0.0)
         scores = dot(q_rope, rope.to(q_latent.dtype).T, scores)
     logits = tl.where(visible[None, :] & (cols[None, :] < limits[:, None]), scores * scale_log2, NEG_INF)
@@ -140,7 +147,7 @@ def decode(
             state, acc = _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, length, limits, head_kv,
                                       scale_log2, TILE_N, LATENT, ROPE)  # fmt: skip
         if (first == 0) & (end == num_tiles):
-            _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, LATENT, LSE_WITH_SINKS)
+            _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, dims, LSE_WITH_SINKS)
         else:
             slot = schedule.partial_slot(part, first)
             row = (slot.to(tl.int64) * num_heads_kv + head_kv) * num_rows + rows
@@ -161,9 +168,8 @@ def _lse_log2(state):
 
 
 @triton.jit
-def _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, LATENT: tl.constexpr,
-                 LSE_WITH_SINKS: tl.constexpr):  # fmt: skip
-    """Rows of out and lse, from sums over all keys; sinks may be None."""
+def _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, dims, LSE_WITH_SINKS: tl.constexpr):
+    """Columns `dims` of rows of out, and lse, from sums over all keys; sinks may be None."""
     _, row_lse = softmax.finish(state)
     if sinks is not None:
         state, correction = softmax.absorb_sink(state, tl.load(sinks + heads, mask=row_exists, other=NEG_INF).to(tl.float32))
@@ -174,25 +180,28 @@ def _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exist
     lse_ptrs = lse.ptr + sequence * lse.batch_stride + heads * lse.head_stride + tokens * lse.row_stride
     tl.store(lse_ptrs, row_lse, mask=row_exists)
     out_ptrs = out.ptr + sequence * out.batch_stride + tokens * out.row_stride + heads * out.head_stride
-    tl.store(out_ptrs[:, None] + tl.arange(0, LATENT)[None, :], (acc * _inverse(state)[:, None]).to(out.ptr.dtype.element_ty),
+    tl.store(out_ptrs[:, None] + dims[None, :], (acc * _inverse(state)[:, None]).to(out.ptr.dtype.element_ty),
              mask=row_exists[:, None])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge(
-    out, lse, partial_out, partial_lse, table, sinks, num_rows, num_heads_kv, num_parts, ROWS: tl.constexpr,
-    BY_PART: tl.constexpr, SPLITS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    LSE_WITH_SINKS: tl.constexpr,
+    out, lse, partial_out, partial_lse, table, sinks, num_rows, num_heads_kv, num_parts, BY_PART: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    LSE_WITH_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one sequence whose keys were split over parts, SPLITS partial results at a time; others have no work.
+    """ROWS rows and COLUMNS columns of one sequence whose keys were split over parts; others have no work.
 
-    BY_PART: a program looks at the sequence that the end of its part cuts, if it begins there; else at a sequence.
+    SPLITS partial results are read at a time. BY_PART: a program looks at the sequence that the end of its part cuts, if it
+    begins there; else at a sequence. DEPENDENT: may begin before the kernel ends that leaves the partial results.
     """
     sequence = tl.program_id(1)
     wanted = True
     if BY_PART:
         sequence = tl.load(table + 2 * (tl.program_id(1) + 1))
         wanted = tl.load(table + 2 * (tl.program_id(1) + 1) + 1) > 0
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     if wanted:
         first_part = tl.load(table + 2 * (num_parts + 1 + sequence))
         last_part = tl.load(table + 2 * (num_parts + 1 + sequence) + 1)
@@ -200,31 +209,27 @@ def merge(
             # A sequence that a part before began belongs to that part
             last_part = tl.where(first_part == tl.program_id(1), last_part, first_part)
         if last_part > first_part:
-            for row in range(tl.program_id(0) * ROWS, tl.minimum((tl.program_id(0) + 1) * ROWS, num_heads_kv * num_rows)):
-                _merge_row(out, lse, partial_out, partial_lse, sinks, sequence, row // num_rows, row % num_rows, first_part,
-                           last_part - first_part + 1, num_rows, num_heads_kv, SPLITS, LATENT, GROUP_SIZE,
-                           LSE_WITH_SINKS)  # fmt: skip
-
-
-@triton.jit
-def _merge_row(out, lse, partial_out, partial_lse, sinks, sequence, head_kv, row, first_part, num_splits, num_rows,
-               num_heads_kv, SPLITS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
-               LSE_WITH_SINKS: tl.constexpr):  # fmt: skip
-    dims = tl.arange(0, LATENT)
-    state = softmax.OnlineSoftmax(tl.full((1,), NEG_INF, tl.float32), tl.zeros((1,), tl.float32))
-    acc = tl.zeros((1, LATENT), tl.float32)
-    for begin in range(0, num_splits, SPLITS):
-        splits = begin + tl.arange(0, SPLITS)
-        exists = splits < num_splits
-        slots = schedule.nth_slot(first_part, splits).to(tl.int64)
-        rows = (slots * num_heads_kv + head_kv) * num_rows + row
-        partial = tl.load(partial_out + rows[:, None] * LATENT + dims[None, :], mask=exists[:, None], other=0.0)
-        logits = tl.load(partial_lse + rows, mask=exists, other=NEG_INF)
-        state, weights, correction = softmax.update(state, logits[None, :], 1.0, True)
-        acc = acc * correction[:, None] + tl.sum(weights.reshape(SPLITS)[:, None] * partial, 0)[None, :]
-    rows = row + tl.arange(0, 1)
-    _store_final(out, lse, state, acc, sinks, sequence, rows // GROUP_SIZE, head_kv * GROUP_SIZE + rows % GROUP_SIZE,
-                 rows < num_rows, LATENT, LSE_WITH_SINKS)  # fmt: skip
+            # (ROWS * SPLITS,)
+            both = tl.arange(0, ROWS * SPLITS)
+            split_rows = tl.program_id(0) * ROWS + both // SPLITS
+            split = both % SPLITS
+            dims = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+            num_splits = last_part - first_part + 1
+            state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for begin in range(0, num_splits, SPLITS):
+                slots = schedule.nth_slot(first_part, begin + split).to(tl.int64)
+                partial_rows = slots * num_heads_kv * num_rows + split_rows
+                exists = (begin + split < num_splits) & (split_rows < num_heads_kv * num_rows)
+                partial = tl.load(partial_out + partial_rows[:, None] * LATENT + dims[None, :], mask=exists[:, None], other=0.0)
+                logits = tl.load(partial_lse + partial_rows, mask=exists, other=NEG_INF).reshape(ROWS, SPLITS)
+                state, weights, correction = softmax.update(state, logits, 1.0, True)
+                weighted = weights[:, :, None] * partial.reshape(ROWS, SPLITS, COLUMNS)
+                acc = acc * correction[:, None] + tl.sum(weighted, 1)
+            rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+            head_kv, row = rows // num_rows, rows % num_rows
+            _store_final(out, lse, state, acc, sinks, sequence, row // GROUP_SIZE, head_kv * GROUP_SIZE + row % GROUP_SIZE,
+                         rows < num_heads_kv * num_rows, dims, LSE_WITH_SINKS)  # fmt: skip
 
 
 # The first row with enough rows and little enough shared memory is taken.
@@ -234,9 +239,9 @@ CONFIGS = (
     TileConfig(64, 32, 8, 1),
     TileConfig(16, 32, 4, 1),
 )
-# Partial results that `merge` reads at a time, and about how many programs it has at most
-SPLITS = 8
-MERGE_PROGRAMS = 1024
+# Numbers of a program of `merge`, and partial results that it reads at a time at most
+MERGE_NUMBERS = 4096
+MAX_SPLITS = 64
 
 
 def shared_bytes(problem, config) -> int:
@@ -331,10 +336,10 @@ def max_length(problem, operands) -> int:
 _prepared = {}
 
 
-def launch_merge(problem, operands, outputs, num_parts):
-    """Merge the partial results of sequences that were split."""
+def launch_merge(problem, operands, outputs, num_parts, dependent=False):
+    """Merge the partial results of sequences that were split. dependent: the kernel that leaves them lets this one begin."""
     changing = *outputs, operands.schedule, operands.sinks
-    key = problem, num_parts, *launch_key((outputs.out.ptr, *changing[2:]))
+    key = problem, num_parts, dependent, *launch_key((outputs.out.ptr, *changing[2:]))
     prepared = _prepared.get(key)
     if prepared is not None:
         prepared.run(*changing, *prepared.rest)
@@ -342,16 +347,21 @@ def launch_merge(problem, operands, outputs, num_parts):
     by_part = problem.num_sequences > num_parts
     candidates = num_parts if by_part else problem.num_sequences
     total_rows = problem.num_heads_kv * problem.num_rows
-    rows = max(1, min(16, candidates * total_rows // MERGE_PROGRAMS))
-    grid = triton.cdiv(total_rows, rows), candidates
+    # About as many partial results as a sequence has, where all are as long
+    splits = min(triton.next_power_of_2(triton.cdiv(num_parts, problem.num_sequences) + 1), MAX_SPLITS)
+    columns = min(problem.head_dim_v, MERGE_NUMBERS // splits)
+    rows = MERGE_NUMBERS // (splits * columns)
+    grid = triton.cdiv(total_rows, rows), candidates, problem.head_dim_v // columns
     numbers = problem.num_rows, problem.num_heads_kv, num_parts
-    constexprs = {"ROWS": rows, "BY_PART": by_part, "SPLITS": SPLITS, "LATENT": problem.head_dim_v,
-                  "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks}  # fmt: skip
-    compiled = merge[grid](*changing, *numbers, **constexprs, num_warps=4)
+    constexprs = {"BY_PART": by_part, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns, "LATENT": problem.head_dim_v,
+                  "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks,
+                  "DEPENDENT": dependent}  # fmt: skip
+    options = {"launch_pdl": True} if dependent else {}
+    compiled = merge[grid](*changing, *numbers, **constexprs, num_warps=4, **options)
     if outputs.out.ptr.is_cuda:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
-        _prepared[key] = Prepared(compiled[(*grid, 1)], (), (*numbers, *constexprs.values()))
+        _prepared[key] = Prepared(compiled[grid], (), (*numbers, *constexprs.values()))
 
 
 def launch(problem, config, operands):

@@ -19,6 +19,8 @@ import triton.language as tl
 TILE = tl.constexpr(64)
 # What a sequence costs beside its keys, in units: its queries, its output
 SEQUENCE_COST = tl.constexpr(4)
+# What it costs to cut and merge, in units. Where all sequences are as long and whole ones in a part cost no more, none is cut
+MERGE_COST = tl.constexpr(8)
 # A part has at least so many units
 MIN_PART = tl.constexpr(4)
 
@@ -42,10 +44,14 @@ def plan_parts(table, lengths, fixed_length, num_sequences, num_parts, SEQLEN_Q:
                BLOCK: tl.constexpr):  # fmt: skip
     """Write the table. lengths: int32 pointer or None; PARTS: a power of two above num_parts."""
     total = 0
+    largest = 0
     for begin in range(0, num_sequences, BLOCK):
         costs = _costs(begin, lengths, fixed_length, num_sequences, SEQLEN_Q, BLOCK)
         total += tl.sum(costs, 0)
+        largest = tl.maximum(largest, tl.max(costs, 0))
     part_cost = tl.maximum(tl.cdiv(total, num_parts), MIN_PART)
+    whole_cost = tl.cdiv(num_sequences, num_parts) * largest
+    part_cost = tl.where((total == num_sequences * largest) & (whole_cost <= part_cost + MERGE_COST), whole_cost, part_cost)
     parts = tl.arange(0, PARTS)
     cuts = parts * part_cost
     sequence_at = tl.zeros((PARTS,), tl.int32)

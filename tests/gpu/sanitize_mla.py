@@ -19,7 +19,8 @@ from mla_cases import BY_NAME  # noqa: E402
 from flashtile.mla import mla_decode  # noqa: E402
 
 FEATURES = (
-    "empty_sequences", "split_uneven", "causal", "rows_70", "dim_512", "page_53", "sinks_split", "sparse_few", "sparse_fp8",
+    "empty_sequences", "split_uneven", "causal", "rows_70", "dim_512", "page_53", "sinks_split", "sparse_few", "fp8",
+    "sparse_fp8",
 )  # fmt: skip
 
 

@@ -45,12 +45,12 @@ def test_case(tier, case, dtype, poisoned):
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_random_configurations(tier, chunk, poisoned):
     for seed in range(chunk, NUM_CONFIGURATIONS, NUM_CHUNKS):
-        case = random_case(seed)
+        case, dtype = random_case(seed), torch.bfloat16 if seed % 3 else torch.float16
         try:
-            skip_refused(tier, case.make(torch.bfloat16, "cuda", seed))
+            skip_refused(tier, case.make(dtype, "cuda", seed))
         except pytest.skip.Exception:
             continue
-        check(case, torch.bfloat16 if seed % 3 else torch.float16, "cuda", seed)
+        check(case, dtype, "cuda", seed)
 
 
 LARGE = (
