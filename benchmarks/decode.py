@@ -73,17 +73,21 @@ def implementations(batch, length, heads, heads_kv, page_sizes):
 
 
 def ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
-    """Lengths log-uniform from 1 to `longest`, in pages."""
+    """Lengths log-uniform from 1 to `longest`, in a cache of rows and in pages."""
     lengths = (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
-    used = (lengths + page_size - 1) // page_size
-    first = used.cumsum(0) - used
-    pages = [normal(int(used.sum()), page_size, heads_kv, DIM) for _ in range(2)]
-    order = torch.randperm(len(pages[0]), device="cuda")
-    entry = first[:, None] + torch.arange(longest // page_size, device="cuda")
-    table = order[entry.clamp(max=len(order) - 1)].int().contiguous()
-    q = normal(batch, 1, heads, DIM)
-    function = lambda: attention_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table)  # noqa: E731
-    return {f"flashtile page {page_size}": function}, int(lengths.sum()) * heads_kv * 2 * DIM * 2
+    q, cache = normal(batch, 1, heads, DIM), [normal(batch, longest, heads_kv, DIM) for _ in range(2)]
+    pages, table = in_pages(cache, page_size)
+    functions = {
+        "flashtile": lambda: attention_with_kvcache(q, *cache, cache_seqlens=lengths),
+        f"flashtile page {page_size}": lambda: attention_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table),
+    }
+    fa3 = load_fa3()
+    if fa3:
+        functions["fa3"] = lambda: fa3.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths)
+    results = [function().float() for function in functions.values()]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-2, atol=2e-3)
+    return functions, int(lengths.sum()) * heads_kv * 2 * DIM * 2
 
 
 def load_fa3():

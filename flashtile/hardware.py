@@ -125,10 +125,20 @@ def _detect_gpu(index) -> Device:
 _NO_SWITCH = nullcontext()
 
 
+def is_current(tensor) -> bool:
+    """Whether launches go to the tensor's GPU; also on a CPU."""
+    if not tensor.is_cuda:
+        return True
+    import torch
+
+    # torch.cuda.current_device, without its look whether CUDA was started: it was, for the tensor
+    return tensor.get_device() == torch._C._cuda_getDevice()
+
+
 def on_device_of(tensor):
     """A context in which launches go to the tensor's GPU; free where it is the current one."""
-    if tensor.device.type != "cuda":
+    if is_current(tensor):
         return _NO_SWITCH
     import torch
 
-    return _NO_SWITCH if tensor.device.index == torch.cuda.current_device() else torch.cuda.device(tensor.device)
+    return torch.cuda.device(tensor.device)

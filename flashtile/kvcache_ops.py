@@ -46,8 +46,11 @@ def _run(operands, options):
 
 def _key(operands, options):
     """What a bound call depends on: everything but the data."""
-    of_tensors = [x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands]
-    return *of_tensors, *options
+    key = [*options]
+    for i, x in enumerate(operands):
+        if x is not None:
+            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    return tuple(key)
 
 
 def _known(operands, options):
@@ -59,14 +62,20 @@ def _known(operands, options):
         return None
 
 
+def _again(call, operands):
+    if hardware.is_current(operands.q):
+        return call(operands)
+    with hardware.on_device_of(operands.q):
+        return call(operands)
+
+
 def _op(*arguments):
     operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
     call = _known(operands, options)
     if call is None or settings.debug():
         out, lse = _run(operands, options)
     else:
-        with hardware.on_device_of(operands.q):
-            out, lse = call(operands)
+        out, lse = _again(call, operands)
     return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
 
 
@@ -100,8 +109,7 @@ def attention_with_kvcache(operands, options):
     if plain and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
         call = _known(operands, options)
     if call is not None:
-        with hardware.on_device_of(operands.q):
-            out, lse = call(operands)
+        out, lse = _again(call, operands)
     else:
         check_cache_arguments(operands, options)
         if plain:
@@ -113,7 +121,8 @@ def attention_with_kvcache(operands, options):
 
 def _differentiable(operands):
     """Whether a gradient is asked of the tensors that a model makes."""
-    return any(getattr(x, "requires_grad", False) for x in (operands.q, operands.k, operands.v))
+    q, k, v = operands.q, operands.k, operands.v
+    return q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False)
 
 
 def _lengths(operands):

@@ -204,7 +204,10 @@ class DecodeConfig:
 
 
 class DecodeRow(NamedTuple):
-    """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from."""
+    """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from.
+
+    whole_pages: only for caches without pages, or with pages of whole tiles.
+    """
 
     block_dim: int
     itemsize: int
@@ -214,12 +217,15 @@ class DecodeRow(NamedTuple):
     # "" for any
     arch: str = ""
     source: str = ""
+    whole_pages: bool = False
 
 
+_DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
 # The first row that matches and fits is taken.
 DECODE = (
-    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", "benchmarks/results/nvidia-h200/decode.json"),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, whole_pages=True),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     *(
         DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
         for block_dim, itemsize, max_rows, arch, config in [
@@ -247,6 +253,7 @@ def decode_config(problem, device) -> DecodeConfig | None:
             and max(block_d, block_dv) <= row.block_dim
             and itemsize <= row.itemsize
             and (row.max_rows is None or rows <= row.max_rows)
+            and not (row.whole_pages and problem.page_size and (problem.page_size % row.config.tile_n or problem.has_leftpad))
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
             return row.config

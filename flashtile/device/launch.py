@@ -1,13 +1,144 @@
-"""Launch a kernel again without Triton's look at every argument.
+"""Launch the kernels of a call again without Triton's look at every argument.
 
-`kernel[grid](...)` describes each argument to find the compiled kernel, which is most of a small call's host time. A caller
-that has a key for everything which that depends on (shapes, strides, dtypes, alignment to 16 bytes, options) gets the kernel
-and the arguments of its first launch back, and exchanges the tensors alone.
+`kernel[grid](...)` describes each argument to find the compiled kernel, checks each TMA descriptor and makes it anew: most of
+a small call's host time. `Launches` leaves that to the first two calls of a kind. After them it hands addresses to Triton's
+launcher, in a function that is compiled for the kind: a walk through nested arguments would take longer than a launch.
 """
 
-from collections.abc import Callable
-
 MAX_REMEMBERED = 4096
+
+
+class Launches:
+    """The kernels of one kind of call, launched one after the other.
+
+    Calls are of one kind if their tensors have the same shapes, strides, dtypes, device and alignment to 16 bytes, and all else
+    is equal. start(launch, *tensors) launches the kernels by `launch(kernel, grid, arguments, constexprs, **options)`, as
+    launch_now is called. What arguments hold at any depth, or describe for TMA, are the tensors themselves, or views of those
+    that share memory with no other. Nothing else in them may change from call to call. No tensor is kept.
+    """
+
+    __slots__ = ("again", "seen", "start")
+
+    def __init__(self, start):
+        self.start, self.seen, self.again = start, False, None
+
+    def __call__(self, *tensors):
+        """tensors: of the call, in one order, None where one is off."""
+        if self.again is None:
+            self.through_triton(*tensors)
+        else:
+            self.again(*tensors)
+
+    def through_triton(self, *tensors):
+        # Objects of their own: what is one tensor in two places now may be two in the next call.
+        tensors = [x if x is None else x.detach() for x in tensors]
+        launched = []
+
+        def launch(kernel, grid, arguments, constexprs, **options):
+            compiled = launch_now(kernel, grid, arguments, constexprs, **options)
+            launched.append((compiled, grid, (*arguments, *(constexprs[n] for n in kernel.arg_names[len(arguments) :]))))
+
+        self.start(launch, *tensors)
+        # To make the function takes far longer than a call, too long where every call is of another kind.
+        if self.seen and self.again is None and all(getattr(compiled, "function", None) for compiled, *_ in launched):
+            self.again = _again(launched, tensors, self.through_triton)
+        self.seen = True
+
+
+def launch_now(kernel, grid, arguments, constexprs, **options):
+    """Launch as Triton does; returns what it compiled. constexprs: the kernel's last arguments, by name."""
+    return kernel[grid](*arguments, **constexprs, **options)
+
+
+def _again(launched, tensors, through_triton):
+    """A function of tensors that does the launches; None where Triton's version has a launcher that we don't know.
+
+    launched: (compiled kernel, grid, all its arguments) each. The text of the function is, for one kernel,
+
+        def again(t0, t1, t2):
+            if hooked(): return through_triton(t0, t1, t2)
+            stream = current_stream(0)
+            p0 = t0.data_ptr(); p1 = t1.data_ptr()
+            c0(132, 1, 1, stream, c1, c2[p0], 4096, 64, 1, (p1 + 512, None), 64)
+    """
+    # Not before a kernel ran: a machine without Triton imports this module too
+    from flashtile.device import launcher as triton_launcher
+
+    names = {"hooked": triton_launcher.hooked, "through_triton": through_triton}
+    names["current_stream"] = triton_launcher.driver.active.get_current_stream
+    places = {id(x): i for i, x in enumerate(tensors) if x is not None}
+    used = set()
+
+    def constant(value):
+        names[f"c{len(names)}"] = value
+        return f"c{len(names) - 1}"
+
+    def address(x):
+        place = places.get(id(x))
+        if place is not None:
+            used.add(place)
+            return f"p{place}"
+        (place,) = (i for i, y in enumerate(tensors) if y is not None and _memory(y) == _memory(x))
+        used.add(place)
+        return f"p{place} + {x.data_ptr() - tensors[place].data_ptr()}"
+
+    def text(value):
+        if isinstance(value, tuple | list):
+            return f"({''.join(text(item) + ', ' for item in value)})"
+        if hasattr(value, "data_ptr"):
+            return address(value)
+        return repr(value) if value is None or type(value) in (int, bool) else constant(value)
+
+    lines = []
+    for compiled, grid, arguments in launched:
+        launcher = triton_launcher.launcher_of(compiled)
+        if launcher is None:
+            return None
+        words, descriptors = [], iter(launcher.descriptors)
+        for value in arguments:
+            if hasattr(value, "block_shape"):
+                maps = TensorMaps(value, next(descriptors))
+                words += [f"{constant(maps)}[{address(value.base)}]", *map(text, (*value.shape, *value.strides))]
+            else:
+                words.append(text(value))
+        words = f"({', '.join(words)},)" if launcher.as_tuple else ", ".join(words)
+        before = ", ".join(map(text, (*grid, 1, 1)[:3]))
+        # The compiled kernel too: with it Triton may unload the code.
+        after = ", ".join(map(constant, launcher.constants))
+        lines.append(f"{constant(launcher.run)}({before}, stream, {after}, {words})")
+        constant(compiled)
+    parameters = ", ".join(f"t{i}" for i in range(len(tensors)))
+    index = next(x for x in tensors if x is not None).device.index
+    body = [f"if hooked(): return through_triton({parameters})", f"stream = current_stream({index})",
+            *(f"p{i} = t{i}.data_ptr()" for i in sorted(used)), *lines]  # fmt: skip
+    exec(f"def again({parameters}):\n " + "\n ".join(body), names)
+    return names["again"]
+
+
+def _memory(x):
+    return x.untyped_storage().data_ptr()
+
+
+class Remembered(dict):
+    """What was prepared, by its key; forgotten all at once when there is much of it."""
+
+    def __setitem__(self, key, value):
+        if len(self) >= MAX_REMEMBERED:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+class TensorMaps(Remembered):
+    """What TMA reads of one descriptor, by the address of its tensor: allocators give the same addresses again and again."""
+
+    def __init__(self, descriptor, metadata):
+        from flashtile.device.launcher import map_maker
+
+        self.map_at = map_maker(descriptor, metadata)
+
+    def __missing__(self, address):
+        self[address] = made = self.map_at(address)
+        return made
 
 
 class Relaunch:
@@ -38,7 +169,7 @@ def first_launch(kernel, grid, arguments, constexprs, num_warps, num_stages, aga
     return Relaunch(compiled, grid, (*arguments, *(constexprs[name] for name in kernel.arg_names[len(arguments) :])))
 
 
-def _filler(arguments) -> Callable:
+def _filler(arguments):
     """A function of tensors that gives the nested tuple `arguments` with their addresses instead of the tensors in it.
 
     It is compiled from its text, `lambda t: ((t[0].data_ptr(), c[0], c[1]), ...)`: a walk through the nest
@@ -58,12 +189,3 @@ def _filler(arguments) -> Callable:
         return f"c[{len(constants) - 1}]"
 
     return eval(f"lambda t: {text(tuple(arguments))}", {"c": constants})
-
-
-class Remembered(dict):
-    """What was prepared for a key, None after its first call; forgotten all at once when there is much of it."""
-
-    def __setitem__(self, key, value):
-        if len(self) >= MAX_REMEMBERED:
-            self.clear()
-        super().__setitem__(key, value)

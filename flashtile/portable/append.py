@@ -7,14 +7,13 @@ Source: Su et al. 2021, RoFormer (rotary embedding).
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from flashtile import hardware
 from flashtile.device import cache
+from flashtile.outputs import fresh
 from flashtile.portable.arguments import layout_of, rows_of
-from flashtile.portable.launch import Kernel
 
 # Heads of a program; the largest finite number of fp8 (e4m3)
 HEADS = 16
@@ -151,18 +150,20 @@ def append_rows(
                      rotated.to(q_rotated.ptr.dtype.element_ty), mask=mask_q)  # fmt: skip
 
 
-class Call:
-    """The kernel of calls with the shapes, strides, dtypes and alignments of operands; see `decode.Call`."""
+class Append:
+    """The launch of calls with the shapes, strides, dtypes and alignments of operands; see `decode.Call`."""
 
     def __init__(self, problem, operands):
         q, k = operands.q, operands.k
         self.problem = problem
         self.rotates = problem.rotary_dim > 0
+        # the queries that attention reads then
+        self.new_q = fresh(q.shape, problem.out_dtype)
         num_new = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
         num_q = (q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]) if self.rotates else 0
         heads = problem.num_heads if self.rotates else problem.num_heads_kv
         self.shape = (num_new, problem.batch, problem.seqlen_new, problem.seqlen_q, problem.num_heads, problem.num_heads_kv)
-        constexprs = {
+        self.constexprs = {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_D": triton.next_power_of_2(problem.head_dim), "BLOCK_DV": triton.next_power_of_2(problem.head_dim_v),
             "ROTARY_DIM": problem.rotary_dim, "INTERLEAVED": problem.rotary_interleaved, "MOVES": problem.rotary_moves,
@@ -170,24 +171,15 @@ class Call:
             "HEADS": min(HEADS, triton.next_power_of_2(heads)), "BATCH_BLOCK": triton.next_power_of_2(problem.batch),
             "HAS_DEPENDENT": hardware.detect(q.device).sm >= 90,
         }  # fmt: skip
-        self.is_empty = num_new + num_q == 0
-        self.kernel = Kernel(append_rows, (num_new + num_q, triton.cdiv(heads, HEADS)), constexprs, 4, 1)
+        self.grid = (num_new + num_q, triton.cdiv(heads, HEADS))
 
-    def __call__(self, operands):
-        """Launch. Returns the queries that attention reads: q, or with rotary embedding a rotated copy in out's dtype."""
-        q = operands.q
-        q_rotated = torch.empty(q.shape, dtype=self.problem.out_dtype, device=q.device) if self.rotates else q
-        if not self.is_empty:
-            self.kernel(
-                (q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache, *operands[5:14], operands.k_descale,
-                 operands.v_descale),
-                lambda: self.arguments(operands, q_rotated),
-            )  # fmt: skip
-        return q_rotated
-
-    def arguments(self, operands, q_rotated):
+    def start(self, launch, operands, q_rotated):
+        """q_rotated: what new_q gave, or without rotary embedding q."""
+        if self.grid[0] == 0:
+            return
         cos = operands.rotary_cos
         stride, length = (0, 0) if cos is None else (cos.stride(0), cos.shape[0])
         rotary = Rotary(cos, operands.rotary_sin, stride, length, operands.rotary_seqlens)
         rows = (rows_of(x) for x in (operands.q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache))
-        return (*rows, layout_of(self.problem, operands), rotary, operands.k_descale, operands.v_descale, *self.shape)
+        arguments = (*rows, layout_of(self.problem, operands), rotary, operands.k_descale, operands.v_descale, *self.shape)
+        launch(append_rows, self.grid, arguments, self.constexprs, num_warps=4, num_stages=1)

@@ -1,6 +1,6 @@
 """Merge attention over parts of the keys: out = sum of exp(lse_i - lse) out_i, lse = log sum exp(lse_i).
 
-`merge_row` is one row's merge, for any kernel that knows where its parts lie; `combine_splits` is the kernel of
+`merge_rows` merges rows for any kernel that knows where its parts lie; `combine_splits` is the kernel of
 `flashtile.combine`, for parts in the first dim of dense tensors. A part that saw no key has lse -inf; its out may be anything.
 Parts are added in their order, so the result is the same bits in every run.
 Source: Dao et al. 2023, Flash-Decoding for long-context inference.
@@ -9,39 +9,44 @@ Source: Dao et al. 2023, Flash-Decoding for long-context inference.
 import triton
 import triton.language as tl
 
-from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
-from flashtile.device.softmax import pivot
+from flashtile.device import softmax
+from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.tensors import Rows, head_ptr
 from flashtile.portable.arguments import rows_of
 
-# Parts that are read at once
-CHUNK = tl.constexpr(32)
+# Numbers of partial results that a program holds at once
+ELEMENTS = tl.constexpr(4096)
 
 
 @triton.jit
-def merge_row(out_ptr, lse_ptr, out_stride, lse_stride, first, rest, num_splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """(BLOCK_DIM,) fp32 out and lse of one row. Part 0 lies in slot `first`, part i in slot rest + i; strides are a slot's."""
+def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, num_splits, row_mask, ROWS: tl.constexpr,
+               DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # fmt: skip
+    """(ROWS, BLOCK_DIM) fp32 out and (ROWS,) lse; out_ptrs, lse_ptrs: of the rows in slot 0, (ROWS,).
+
+    Part 0 lies in slot `first`, part i in slot rest + i * step; strides are a slot's.
+    """
+    CHUNK: tl.constexpr = max(2, ELEMENTS // (ROWS * BLOCK_DIM))
     dims = tl.arange(0, BLOCK_DIM)
-    row_max = tl.full((), NEG_INF, tl.float32)
-    row_sum = tl.full((), 0.0, tl.float32)
-    acc = tl.zeros((BLOCK_DIM,), tl.float32)
+    state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
+    acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
     for begin in range(0, num_splits, CHUNK):
         splits = begin + tl.arange(0, CHUNK)
-        slots = tl.where(splits == 0, first, rest + splits).to(tl.int64)
-        lse = tl.load(lse_ptr + slots * lse_stride, mask=splits < num_splits, other=NEG_INF) * LOG2_E
-        mask = (splits < num_splits)[:, None] & (dims < DIM)[None, :]
-        # (CHUNK, BLOCK_DIM); does not wait for lse
-        part = tl.load(out_ptr + slots[:, None] * out_stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        reference = pivot(new_max)
-        correction = tl.exp2(row_max - reference)
-        weights = tl.exp2(lse - reference)
-        acc = acc * correction + tl.sum(tl.where((weights > 0.0)[:, None], weights[:, None] * part, 0.0), 0)
-        row_sum = row_sum * correction + tl.sum(weights, 0)
-        row_max = new_max
-    empty = row_sum == 0.0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    return acc / row_sum, tl.where(empty, NEG_INF, (row_max + tl.log2(row_sum)) * LN_2)
+        slots = tl.where(splits == 0, first, rest + splits * step).to(tl.int64)
+        mask = (splits < num_splits)[:, None] & row_mask[None, :]
+        # (CHUNK, ROWS)
+        lse = tl.load(lse_ptrs[None, :] + (slots * lse_stride)[:, None], mask=mask, other=NEG_INF) * LOG2_E
+        ptrs = out_ptrs[None, :, None] + (slots * out_stride)[:, None, None] + dims[None, None, :]
+        # (CHUNK, ROWS, BLOCK_DIM); does not wait for lse
+        part = tl.load(ptrs, mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0).to(tl.float32)
+        row_max = tl.maximum(state.row_max, tl.max(lse, 0))
+        reference = softmax.pivot(row_max)
+        correction = tl.exp2(state.row_max - reference)
+        weights = tl.exp2(lse - reference[None, :])
+        part = tl.where((weights > 0.0)[:, :, None], weights[:, :, None] * part, 0.0)
+        acc = acc * correction[:, None] + tl.sum(part, 0)
+        state = softmax.OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(weights, 0))
+    inverse, lse = softmax.finish(state)
+    return acc * inverse[:, None], lse
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -56,10 +61,12 @@ def combine_splits(
     batch = program // (num_heads * seqlen_q)
     part_ptr = head_ptr(out_partial, batch, row, head)
     part_lse_ptr = head_ptr(lse_partial, batch, row, head)
-    merged, merged_lse = merge_row(part_ptr, part_lse_ptr, out_split_stride, lse_split_stride, 0, 0, num_splits, DIM, BLOCK_DIM)
-    dims = tl.arange(0, BLOCK_DIM)
+    one = tl.arange(0, 1)
+    merged, merged_lse = merge_rows(part_ptr + one, part_lse_ptr + one, out_split_stride, lse_split_stride, 0, 0, 1, num_splits,
+                                    one == 0, 1, DIM, BLOCK_DIM)  # fmt: skip
+    dims = tl.arange(0, BLOCK_DIM)[None, :]
     tl.store(head_ptr(out, batch, row, head) + dims, merged.to(out.ptr.dtype.element_ty), mask=dims < DIM)
-    tl.store(head_ptr(lse, batch, row, head), merged_lse)
+    tl.store(head_ptr(lse, batch, row, head) + one, merged_lse)
 
 
 def launch(out_partial, lse_partial, out, lse):

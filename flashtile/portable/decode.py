@@ -6,18 +6,23 @@ The rows of a tile are the queries of all heads of a group, token after token, s
 
 Work is counted in key tiles of such row tiles. BALANCED programs take equal shares of all work, one after the other through
 row tiles and sequences, whatever the lengths are; each computes from the lengths in device memory where its share lies, so
-nobody waits for the host. A share's row tiles are whole but for the first and the last; these leave partial results in one of
-two slots of their program, which `merge_parts` merges. With a fixed number of splits each row tile has that many programs,
-and its result depends on its own sequence alone.
+nobody waits for the host. SIDE neighbours have the same share, each of another head: heads of a key lie side by side in memory
+and are read at the same time. A share's row tiles are whole but for the first and the last; these leave partial results in
+one of two slots of their program, which `merge_parts` merges. With a fixed number of splits each row tile has that many
+programs, and its result depends on its own sequence alone.
+
+Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
+the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
 
 A row tile reads q once and then its keys and values, in tiles of TILE_N slots: of a row of the cache, of one page where pages
 are whole tiles, else slot by slot through the block table.
 
-What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json: with 2 GB of keys and values more than the rate of
-a copy, with 0.5 GB 0.87 to 0.93 of it, on ragged lengths (1.7 GB) 0.85. Some 10 us are fixed: the start of two kernels, the
-way from the lengths to the first keys, the merge. Tried there (not recorded), as time over 64 keys by 4 warps, 3 stages and two
-programs to an SM: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 8 warps 1.01 to 1.27; 128 keys by 8 warps, one program to an SM,
-0.97 to 1.09, 1.30 on ragged lengths; 32 keys and three programs 0.98 to 1.15, four programs 1.02 to 1.35.
+What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json: with 1.7 GB of keys and values and more the rate
+of a copy, ragged lengths too; with 0.5 GB 0.93 of it, and with pages of 64 tokens 0.84 to 0.91. Some 10 us are fixed: the start
+of two kernels, the way from the lengths to the first keys, the merge. Tried there (single runs, not recorded), as time over 64
+keys by 4 warps, 3 stages and two programs to an SM: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 8 warps 1.01 to 1.27; 32 keys
+and three programs 0.98 to 1.15, four programs 1.02 to 1.35; 128 keys by 8 warps, one program to an SM, 0.93 to 1.00, but 1.24
+with pages of 16 and 1.08 on ragged lengths in pages of 64 (so only where pages are whole tiles).
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -29,18 +34,26 @@ import triton.language as tl
 
 from flashtile import hardware
 from flashtile.device import cache, masks, scores, softmax
+from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.scores import ScoreParams
 from flashtile.device.tensors import head_ptr, tile_offsets
+from flashtile.kvcache_problem import CacheOperands
+from flashtile.outputs import fresh
 from flashtile.portable import append
 from flashtile.portable.arguments import layout_of, rows_of
-from flashtile.portable.combine import merge_row
-from flashtile.portable.launch import Kernel
+from flashtile.portable.combine import merge_rows
 from flashtile.tiles import padded_dim
 
 # Programs of the interpreter: enough to split what its tests have
 INTERPRETED_SMS = 4
+# The most heads whose keys are read side by side: 2 KB of each token
+MAX_SIDE = 8
+# The row tiles whose queries are loaded again with each key tile: they are small
+ONE_LOOP_ROWS = 16
+# Rows times parts of a program of merge_parts
+MERGED_AT_ONCE = 32
 
 
 class Partial(NamedTuple):
@@ -69,7 +82,10 @@ class Part(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of each sequence, (BATCH_BLOCK,): where its work ends in all work, its key tiles and row tiles; and a program's share."""
+    """Of each sequence, (BATCH_BLOCK,): where its work ends in all work, its key tiles and row tiles; and the size of a share.
+
+    Work of one head of SIDE neighbours.
+    """
 
     work_ends: Any
     tiles: Any
@@ -88,16 +104,16 @@ def _key_tiles(lengths, window, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr,
-            TILE_N: tl.constexpr, BATCH_BLOCK: tl.constexpr):  # fmt: skip
+def _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr,
+            TILE_N: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr):  # fmt: skip
     sequences = tl.arange(0, BATCH_BLOCK)
     mask = sequences < num_sequences
     lengths = cache.load_cache_lengths(layout, sequences, mask, seqlen_q)
     _, tiles = _key_tiles(lengths, window, TILE_N)
-    row_tiles = tl.where(mask, tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M) * num_heads_kv, 0)
+    row_tiles = tl.where(mask, tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M) * (num_heads_kv // SIDE), 0)
     work = row_tiles * tiles
     total = tl.sum(work, 0)
-    return Shares(tl.cumsum(work, 0), tiles, row_tiles, total, tl.cdiv(total, num_programs))
+    return Shares(tl.cumsum(work, 0), tiles, row_tiles, total, tl.cdiv(total, num_shares))
 
 
 @triton.jit
@@ -107,16 +123,26 @@ def _at(vector, index, BATCH_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _locate(shares, position, num_heads_kv, BATCH_BLOCK: tl.constexpr):
-    """The row tile in which a position of all work lies, from there to its end."""
+def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr):
+    """The row tile in which a position of all work lies, from there to its end; side: which of SIDE heads."""
     batch = tl.sum((shares.work_ends <= position).to(tl.int32), 0)
     # A position behind all work is looked up too, and not used
     tiles = tl.maximum(_at(shares.tiles, batch, BATCH_BLOCK), 1)
     row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
     within = position - (_at(shares.work_ends, batch, BATCH_BLOCK) - row_tiles * tiles)
-    per_head = tl.maximum(row_tiles // num_heads_kv, 1)
+    per_head = tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
     row_tile = within // tiles
-    return Part(batch, row_tile // per_head, row_tile % per_head, within % tiles, tiles)
+    return Part(batch, row_tile // per_head * SIDE + side, row_tile % per_head, within % tiles, tiles)
+
+
+@triton.jit
+def _row_tile(number, window, num_tiles, num_heads_kv):
+    """(sequence, key-value head, m_tile) of a row tile, where each sequence has num_tiles."""
+    m_tile = number % num_tiles
+    if window.right is not None:
+        # the longest tiles first
+        m_tile = num_tiles - 1 - m_tile
+    return number // (num_tiles * num_heads_kv), number // num_tiles % num_heads_kv, m_tile
 
 
 @triton.jit
@@ -157,44 +183,106 @@ def _pages_of_tile(layout, batch, n_tile, end, lengths, PAGE_SIZE: tl.constexpr,
 
 
 @triton.jit
-def _attend_part(
-    part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
-    num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """One part of a row tile's keys, to out and lse if it is all of them, else to a slot of the partial results."""
-    lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
-    first_tile, _ = _key_tiles(lengths, window, TILE_N)
+def _row_ptrs(x, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
+    """(TILE_M,) pointers to the rows of a row tile in q, out or lse."""
     rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
-    tokens = rows // GROUP_SIZE
-    heads = part.head * GROUP_SIZE + rows % GROUP_SIZE
-    first_token = part.m_tile * TILE_M // GROUP_SIZE
-    visible = masks.key_range(first_token, lengths, window, TOKENS, TILE_N)
-    begin = tl.maximum(first_tile + part.begin, visible.begin)
-    end = tl.minimum(first_tile + part.end, visible.end)
+    start = (lengths.start_q + rows // GROUP_SIZE).to(tl.int64)
+    return head_ptr(x, part.batch, start, part.head * GROUP_SIZE + rows % GROUP_SIZE)
 
-    row_mask = tokens < lengths.seqlen_q
-    q_rows = (lengths.start_q + tokens).to(tl.int64)
+
+@triton.jit
+def _load_queries(q, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  BLOCK_D: tl.constexpr):  # fmt: skip
+    """(TILE_M, BLOCK_D); zeros past the sequence."""
     dims = tl.arange(0, BLOCK_D)
-    q_ptrs = q.ptr + part.batch.to(tl.int64) * q.batch_stride + (q_rows * q.row_stride + heads * q.head_stride)[:, None]
-    # (TILE_M, BLOCK_D); fp8 queries are multiplied as those of out
-    q_tile = tl.load(q_ptrs + dims[None, :], mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    dtype = out.ptr.dtype.element_ty
-    q_tile = q_tile.to(dtype)
+    tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
+    mask = (tokens < lengths.seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
+    return tl.load(_row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M)[:, None] + dims[None, :], mask=mask, other=0.0)
 
+
+@triton.jit
+def _load_scale(part, score_params, descales, num_heads_kv):
+    """The scale of a head, with that of its fp8 values."""
     scale = score_params.scale
     head_kv = part.batch * num_heads_kv + part.head
     if descales.q is not None:
         scale = scale * tl.load(descales.q + head_kv)
     if descales.k is not None:
         scale = scale * tl.load(descales.k + head_kv)
+    return scale
+
+
+@triton.jit
+def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
+    """Of the rows of a row tile, (TILE_M, 1)."""
+    if score_params.alibi_slopes is None:
+        return 0.0
+    else:
+        heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + tl.arange(0, TILE_M)) % GROUP_SIZE
+        return tl.load(score_params.alibi_slopes + part.batch * score_params.alibi_batch_stride + heads)[:, None]
+
+
+@triton.jit
+def _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale, slopes,
+                 dtype: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """Absorb the keys from col_begin on. fp8 operands are multiplied in dtype, that of out."""
     score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
                                score_params.prescaled)  # fmt: skip
-    slope = 0.0
-    if score_params.alibi_slopes is not None:
-        slope = tl.load(score_params.alibi_slopes + part.batch * score_params.alibi_batch_stride + heads)[:, None]
+    cols = col_begin + tl.arange(0, TILE_N)
+    # (TILE_M, TILE_N)
+    logits = dot(q_tile.to(dtype), k_tile.to(dtype).T)
+    logits = scores.logits(logits, tokens[:, None], cols[None, :], lengths, slopes, score_params)
+    logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
+    state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
+    return state, dot(p.to(dtype), v_tile.to(dtype), acc * correction[:, None])
 
+
+@triton.jit
+def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, num_heads_kv,
+                GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """To out and lse if the part is the whole row tile, else to a slot of the partial results."""
+    rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
+    row_mask = rows // GROUP_SIZE < lengths.seqlen_q
+    if sinks is not None:
+        # The sink is one logit more of the first part
+        sink = tl.load(sinks + part.head * GROUP_SIZE + rows % GROUP_SIZE).to(tl.float32)
+        state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
+        acc = acc * correction[:, None]
+    inverse, row_lse = softmax.finish(state)
+    if descales.v is not None:
+        inverse = inverse * tl.load(descales.v + part.batch * num_heads_kv + part.head)
+    acc = acc * inverse[:, None]
+    dims_v = tl.arange(0, BLOCK_DV)
+    mask = row_mask[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    if whole:
+        out_ptrs = _row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M)
+        tl.store(out_ptrs[:, None] + dims_v[None, :], acc.to(out.ptr.dtype.element_ty), mask=mask)
+        if lse is not None:
+            tl.store(_row_ptrs(lse, part, lengths, GROUP_SIZE, TILE_M), row_lse, mask=row_mask)
+    else:
+        places = slot.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+        tl.store(partial.lse + places, row_lse, mask=row_mask)
+        tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims_v[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _attend_part(
+    part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
+    num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One part of a row tile's keys."""
+    lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
+    first_tile, _ = _key_tiles(lengths, window, TILE_N)
+    visible = masks.key_range(part.m_tile * TILE_M // GROUP_SIZE, lengths, window, TOKENS, TILE_N)
+    begin = tl.maximum(first_tile + part.begin, visible.begin)
+    end = tl.minimum(first_tile + part.end, visible.end)
+    tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
+    scale = _load_scale(part, score_params, descales, num_heads_kv)
+    slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
         cache_row = cache.cache_row(layout, part.batch)
     else:
@@ -206,41 +294,72 @@ def _attend_part(
         # Read a step ahead: the address of the next tile is known when its load begins
         next_page = _pages_of_tile(layout, part.batch, n_tile + 1, end, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
         col_begin = n_tile * TILE_N
-        cols = col_begin + tl.arange(0, TILE_N)
         k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
-        # (TILE_M, TILE_N)
-        logits = dot(q_tile, k_tile.to(dtype).T)
-        logits = scores.logits(logits, tokens[:, None], cols[None, :], lengths, slope, score_params)
-        logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
-        state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
         v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N,
                             HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
-        acc = dot(p.to(dtype), v_tile.to(dtype), acc * correction[:, None])
+        state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
+                                  slopes, dtype, TILE_N)  # fmt: skip
         page = next_page
+    _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, num_heads_kv, GROUP_SIZE, TILE_M,
+                HEAD_DIM_V, BLOCK_DV)  # fmt: skip
 
-    if sinks is not None:
-        # The sink is one logit more of the first part
-        sink = tl.load(sinks + heads).to(tl.float32)
-        state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
-        acc = acc * correction[:, None]
-    inverse, row_lse = softmax.finish(state)
-    if descales.v is not None:
-        inverse = inverse * tl.load(descales.v + head_kv)
-    acc = acc * inverse[:, None]
-    dims_v = tl.arange(0, BLOCK_DV)
-    mask = row_mask[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    if whole:
-        out_rows = part.batch.to(tl.int64) * out.batch_stride + q_rows * out.row_stride + heads * out.head_stride
-        tl.store(out.ptr + out_rows[:, None] + dims_v[None, :], acc.to(dtype), mask=mask)
-        if lse is not None:
-            lse_rows = part.batch.to(tl.int64) * lse.batch_stride + q_rows * lse.row_stride + heads * lse.head_stride
-            tl.store(lse.ptr + lse_rows, row_lse, mask=row_mask)
-    else:
-        places = slot.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tl.store(partial.lse + places, row_lse, mask=row_mask)
-        if (begin < end) | (part.begin == 0):
-            tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims_v[None, :], acc, mask=mask)
+
+@triton.jit
+def _attend_share(
+    shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
+    num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All key tiles of a share that has some, where no sequence has a second row tile."""
+    start = share * shares.share
+    stop = tl.minimum(start + shares.share, shares.total)
+    tokens = tl.arange(0, TILE_M) // GROUP_SIZE
+    dtype: tl.constexpr = out.ptr.dtype.element_ty
+    part = _locate(shares, start, side, num_heads_kv, SIDE, BATCH_BLOCK)
+    lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
+    first_tile, _ = _key_tiles(lengths, window, TILE_N)
+    cache_row = part.batch
+    if PAGE_SIZE == 0:
+        cache_row = cache.cache_row(layout, part.batch)
+    # of the row tile's
+    tile = part.begin
+    page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
+    state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
+    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+    for position in tl.range(start, stop):
+        col_begin = (first_tile + tile) * TILE_N
+        # With each tile, as part of the pipeline
+        q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
+        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N, HEAD_DIM,
+                            BLOCK_D, WIDE)  # fmt: skip
+        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N,
+                            HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
+        scale = _load_scale(part, score_params, descales, num_heads_kv)
+        slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
+        state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
+                                  slopes, dtype, TILE_N)  # fmt: skip
+        tile += 1
+        is_end = tile == part.end
+        is_last = is_end | (position + 1 == stop)
+        if is_last:
+            slot = tl.where(part.begin > 0, share, num_shares + share) * SIDE + side
+            _store_part(part, slot, is_end & (part.begin == 0), state, acc, lengths, out, lse, partial, sinks, descales,
+                        num_heads_kv, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
+        acc = tl.where(is_last, 0.0, acc)
+        if is_end:
+            part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK)
+            lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
+            first_tile, _ = _key_tiles(lengths, window, TILE_N)
+            cache_row = part.batch
+            if PAGE_SIZE == 0:
+                # Behind the last sequence there is none
+                cache_row = cache.cache_row(layout, tl.minimum(part.batch, num_sequences - 1))
+            tile = part.begin
+        last_tile = tl.where(position + 1 < stop, first_tile + part.end, 0)
+        page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -248,46 +367,49 @@ def decode_attention(
     q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
     num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-    HAS_DEPENDENT: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, SIDE: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: Rows or None. partial: Partial.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
-    DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths. HAS_DEPENDENT: the kernel
-    after it (`merge_parts`) may begin.
+    ONE_LOOP: num_tiles is 1, and a share one loop. SIDE: heads side by side, which divides num_heads_kv and the number of
+    BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths.
+    HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin.
     """
     program = tl.program_id(0)
     if HAS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     if BALANCED:
-        num_programs = tl.num_programs(0)
-        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_programs, GROUP_SIZE, TILE_M, TILE_N,
+        share = program // SIDE
+        side = program % SIDE
+        num_shares = tl.num_programs(0) // SIDE
+        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE,
                          BATCH_BLOCK)  # fmt: skip
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
-        position = program * shares.share
+        position = share * shares.share
         stop = tl.minimum(position + shares.share, shares.total)
-        while position < stop:
-            rest = _locate(shares, position, num_heads_kv, BATCH_BLOCK)
-            end = tl.minimum(rest.end, rest.begin + stop - position)
-            part = Part(rest.batch, rest.head, rest.m_tile, rest.begin, end)
-            slot = tl.where(rest.begin > 0, program, num_programs + program)
-            whole = end - rest.begin == rest.end
-            _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
-                         seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M, TILE_N, HEAD_DIM,
-                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
-            position += end - rest.begin
+        if ONE_LOOP:
+            if position < stop:
+                _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
+                              descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M,
+                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, SIDE, BATCH_BLOCK)  # fmt: skip
+        else:
+            while position < stop:
+                rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK)
+                end = tl.minimum(rest.end, rest.begin + stop - position)
+                part = Part(rest.batch, rest.head, rest.m_tile, rest.begin, end)
+                slot = tl.where(rest.begin > 0, share, num_shares + share) * SIDE + side
+                whole = end - rest.begin == rest.end
+                _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
+                             seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M, TILE_N,
+                             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                position += end - rest.begin
     else:
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
-        row_tile = program // num_splits
-        m_tile = row_tile % num_tiles
-        if window.right is not None:
-            # the longest tiles first
-            m_tile = num_tiles - 1 - m_tile
-        head = row_tile // num_tiles % num_heads_kv
-        batch = row_tile // (num_tiles * num_heads_kv)
+        batch, head, m_tile = _row_tile(program // num_splits, window, num_tiles, num_heads_kv)
         lengths = cache.load_cache_lengths(layout, batch, batch < num_sequences, seqlen_q)
         if m_tile * TILE_M < lengths.seqlen_q * GROUP_SIZE:
             _, tiles = _key_tiles(lengths, window, TILE_N)
@@ -303,48 +425,63 @@ def decode_attention(
 def merge_parts(
     out, lse, partial, layout, window, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, num_programs,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BALANCED: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row tile, its row) merge the parts of a row tile. Arguments of `decode_attention`.
+    """Programs (row tile, ROWS of its rows) merge the parts of a row tile. Arguments of `decode_attention`.
 
-    With BALANCED a program is there for the border between two shares: for the row tile that the first of its borders cuts.
+    With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
+    shares, for the row tile that the first of its borders cuts.
     """
     program = tl.program_id(0)
     if BALANCED:
-        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_programs, GROUP_SIZE, TILE_M, TILE_N,
+        num_shares = num_programs // SIDE
+        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE,
                          BATCH_BLOCK)  # fmt: skip
-        border = (program + 1) * shares.share
-        place = _locate(shares, tl.minimum(border, shares.total), num_heads_kv, BATCH_BLOCK)
-        batch, head, m_tile = place.batch, place.head, place.m_tile
-        rest = program
-        first = num_programs + program
-        parts = (border - place.begin + place.end - 1) // shares.share - program + 1
-        is_mine = (border < shares.total) & (place.begin > 0) & (place.begin <= shares.share)
+        if BY_TILE:
+            batch, head, m_tile = _row_tile(program, window, num_tiles, num_heads_kv)
+            side = head % SIDE
+            tiles = _at(shares.tiles, batch, BATCH_BLOCK)
+            row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
+            per_head = row_tiles // (num_heads_kv // SIDE)
+            begin = _at(shares.work_ends, batch, BATCH_BLOCK) + (head // SIDE * per_head + m_tile - row_tiles) * tiles
+            size = tl.maximum(shares.share, 1)
+            share = begin // size
+            parts = (begin + tiles - 1) // size - share + 1
+            is_mine = (m_tile < per_head) & (parts > 1)
+        else:
+            share = program // SIDE
+            side = program % SIDE
+            border = (share + 1) * shares.share
+            place = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK)
+            batch, head, m_tile = place.batch, place.head, place.m_tile
+            parts = (border - place.begin + place.end - 1) // shares.share - share + 1
+            is_mine = (border < shares.total) & (place.begin > 0) & (place.begin <= shares.share)
+        rest = share * SIDE + side
+        first = num_programs + rest
     else:
-        m_tile = program % num_tiles
-        if window.right is not None:
-            m_tile = num_tiles - 1 - m_tile
-        head = program // num_tiles % num_heads_kv
-        batch = program // (num_tiles * num_heads_kv)
+        batch, head, m_tile = _row_tile(program, window, num_tiles, num_heads_kv)
         first = program * num_splits
         rest = first
         parts = num_splits
         is_mine = batch < num_sequences
-    row = tl.program_id(1)
     lengths = cache.load_cache_lengths(layout, batch, is_mine, seqlen_q)
-    token = (m_tile * TILE_M + row) // GROUP_SIZE
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tokens = (m_tile * TILE_M + rows) // GROUP_SIZE
+    row_mask = is_mine & (rows < TILE_M) & (tokens < lengths.seqlen_q)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    if is_mine & (token < lengths.seqlen_q):
-        head_q = head * GROUP_SIZE + (m_tile * TILE_M + row) % GROUP_SIZE
-        merged, merged_lse = merge_row(partial.out + row * HEAD_DIM_V, partial.lse + row, TILE_M * HEAD_DIM_V, TILE_M, first,
-                                       rest, parts, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+    if is_mine:
+        step: tl.constexpr = SIDE if BALANCED else 1
+        merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows, TILE_M * HEAD_DIM_V, TILE_M, first,
+                                        rest, step, parts, row_mask, ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        heads = head * GROUP_SIZE + (m_tile * TILE_M + rows) % GROUP_SIZE
+        rows_q = (lengths.start_q + tokens).to(tl.int64)
         dims = tl.arange(0, BLOCK_DV)
-        row_q = (lengths.start_q + token).to(tl.int64)
-        out_ptr = head_ptr(out, batch, row_q, head_q)
-        tl.store(out_ptr + dims, merged.to(out.ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+        mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
+        tl.store(head_ptr(out, batch, rows_q, heads)[:, None] + dims[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
         if lse is not None:
-            tl.store(head_ptr(lse, batch, row_q, head_q), merged_lse)
+            tl.store(head_ptr(lse, batch, rows_q, heads), merged_lse, mask=row_mask)
 
 
 class Call:
@@ -356,61 +493,72 @@ class Call:
     def __init__(self, problem, config, operands):
         self.problem = problem
         device = hardware.detect(operands.q.device)
-        self.plan = plan_parts(problem, config, device.num_sms or INTERPRETED_SMS)
-        self.append = append.Call(problem, operands) if problem.appends else None
-        self.out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
-        self.is_empty = 0 in self.out_shape
-        self.partial_rows = self.plan.slots * config.tile_m
-        self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, self.plan.num_tiles, self.plan.num_splits)
+        plan = plan_parts(problem, config, device.num_sms or INTERPRETED_SMS)
+        out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
+        self.is_empty = 0 in out_shape
+        self.append = append.Append(problem, operands) if problem.appends else None
+        # Rows of no sequence
+        self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
+        self.new_lse = fresh(problem.lse_shape, torch.float32)
+        # The lse of partial results before their out
+        self.partial_rows = plan.slots * config.tile_m
+        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
+        self.launches = Launches(self.start)
+        self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         page_size = problem.page_size or 0
         # Programmatic dependent launch
         dependent = device.sm >= 90
-        merge_constexprs = {
+        rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
+        self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
-            "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "BALANCED": self.plan.balanced,
-            "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
+            "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "BALANCED": plan.balanced,
+            "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
-        constexprs = merge_constexprs | {
+        self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": page_size, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
             "WHOLE_PAGES": page_size > 0 and page_size % config.tile_n == 0 and not problem.has_leftpad,
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "DEPENDENT": dependent and problem.appends, "HAS_DEPENDENT": dependent and self.plan.slots > 0,
+            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
+            "HAS_DEPENDENT": dependent and plan.slots > 0,
         }  # fmt: skip
-        row_tiles = problem.batch * problem.num_heads_kv * self.plan.num_tiles
-        merge_grid = (self.plan.num_programs if self.plan.balanced else row_tiles,
-                      min(config.tile_m, problem.seqlen_q * problem.group_size))  # fmt: skip
-        self.decode = Kernel(decode_attention, (self.plan.num_programs,), constexprs, config.num_warps, config.num_stages,
-                             constexprs["DEPENDENT"])  # fmt: skip
-        self.merge = Kernel(merge_parts, merge_grid, merge_constexprs, 4, 1, dependent)
+        # The fewer parts, the more rows at once
+        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
+        parts = plan.num_splits or plan.num_programs // max(row_tiles, 1) + 2
+        merge_rows = min(triton.next_power_of_2(rows), max(1, MERGED_AT_ONCE // triton.next_power_of_2(parts)))
+        by_tile = not plan.balanced or row_tiles <= plan.num_programs
+        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": merge_rows}
+        self.grid = (plan.num_programs,)
+        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, merge_rows))
+        self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        self.merge_options = {"num_warps": 4, "num_stages": 1}
+        if self.constexprs["DEPENDENT"]:
+            self.options["launch_pdl"] = True
+        if dependent:
+            self.merge_options["launch_pdl"] = True
 
     def __call__(self, operands):
         """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them."""
-        problem, q = self.problem, operands.q
-        out = q.new_empty(self.out_shape, dtype=problem.out_dtype)
-        lse = q.new_empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
-        if problem.varlen:
-            # Rows of no sequence
-            out.zero_()
-            if lse is not None:
+        q = operands.q
+        out = self.new_out(q)
+        lse = None
+        if self.problem.return_lse:
+            lse = self.new_lse(q)
+            if self.problem.varlen:
                 lse.fill_(float("-inf"))
-        if self.append is not None:
-            q = self.append(operands)
-        if self.is_empty:
-            return out, lse
-        partial = Partial(None, None)
-        if self.partial_rows:
-            workspace = q.new_empty(self.partial_rows * (problem.head_dim_v + 1), dtype=torch.float32)
-            partial = Partial(workspace[self.partial_rows :], workspace)
-        self.decode(
-            (q, operands.k_cache, operands.v_cache, out, lse, *partial, *operands[5:11], operands.alibi_slopes, operands.sinks,
-             operands.q_descale, operands.k_descale, operands.v_descale),
-            lambda: self.decode_arguments(operands, q, out, lse, partial),
-        )  # fmt: skip
-        if self.partial_rows:
-            self.merge((out, lse, *partial, *operands[5:11]), lambda: self.merge_arguments(operands, out, lse, partial))
+        q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
+        partial = self.new_partial(q) if self.partial_rows else None
+        self.launches(*operands, out, lse, q_rotated, partial)
         return out, lse
 
-    def decode_arguments(self, operands, q, out, lse, partial):
+    def start(self, launch, *tensors):
+        *operands, out, lse, q, partial = tensors
+        operands = CacheOperands(*operands)
+        if q is None:
+            q = operands.q
+        if self.append is not None:
+            self.append.start(launch, operands, q)
+        if self.is_empty:
+            return
         problem, slopes = self.problem, operands.alibi_slopes
         score_params = ScoreParams(
             problem.softmax_scale, problem.softcap or None, slopes,
@@ -418,15 +566,18 @@ class Call:
             # The scale acts before the maximum where it may be negative
             None if problem.softmax_scale > 0 and not problem.has_descale else 1,
         )  # fmt: skip
-        return (
-            rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), rows_of(out),
-            None if lse is None else rows_of(lse, lse=True), partial, layout_of(problem, operands), Window(*problem.window),
-            score_params, operands.sinks, Descales(operands.q_descale, operands.k_descale, operands.v_descale), *self.shape,
+        results = (rows_of(out), None if lse is None else rows_of(lse, lse=True),
+                   Partial(None, None) if partial is None else Partial(partial[self.partial_rows :], partial))  # fmt: skip
+        layout, window = layout_of(problem, operands), Window(*problem.window)
+        launch(
+            decode_attention, self.grid,
+            (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, layout, window, score_params,
+             operands.sinks, Descales(operands.q_descale, operands.k_descale, operands.v_descale), *self.shape),
+            self.constexprs, **self.options,
         )  # fmt: skip
-
-    def merge_arguments(self, operands, out, lse, partial):
-        return (rows_of(out), None if lse is None else rows_of(lse, lse=True), partial, layout_of(self.problem, operands),
-                Window(*self.problem.window), *self.shape, self.plan.num_programs)  # fmt: skip
+        if partial is not None:
+            launch(merge_parts, self.merge_grid, (*results, layout, window, *self.shape, *self.grid), self.merge_constexprs,
+                   **self.merge_options)  # fmt: skip
 
 
 def tokens_of_tile(tile_m, group_size) -> int:
@@ -437,9 +588,10 @@ def tokens_of_tile(tile_m, group_size) -> int:
 
 
 class PartsPlan(NamedTuple):
-    """How row tiles are divided among programs. slots: of partial results, 0 where no row tile is split."""
+    """How row tiles are divided among programs. side: heads side by side. slots: of partial results, 0 where none is split."""
 
     balanced: bool
+    side: int
     num_programs: int
     num_tiles: int
     num_splits: int
@@ -452,9 +604,11 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
     row_tiles = problem.batch * problem.num_heads_kv * num_tiles
     if problem.num_splits:
         slots = row_tiles * problem.num_splits if problem.num_splits > 1 else 0
-        return PartsPlan(False, row_tiles * problem.num_splits, num_tiles, problem.num_splits, slots)
+        return PartsPlan(False, 1, row_tiles * problem.num_splits, num_tiles, problem.num_splits, slots)
     resident = num_sms * config.programs_per_sm
-    most = row_tiles * max(1, -(-problem.capacity // config.tile_n))
+    side = next(n for n in range(min(MAX_SIDE, resident), 0, -1) if problem.num_heads_kv % n == 0)
+    most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
     if num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
-        return PartsPlan(False, row_tiles, num_tiles, 1, 0)
-    return PartsPlan(True, min(resident, most), num_tiles, 0, 2 * min(resident, most))
+        return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
+    num_programs = min(resident // side, most) * side
+    return PartsPlan(True, side, num_programs, num_tiles, 0, 2 * num_programs)

@@ -200,12 +200,12 @@ def test_cache_past_2_to_the_31_elements():
     row = torch.tensor([64], device="cuda", dtype=torch.int32)
     out = flashtile.attention_with_kvcache(q, k_cache, k_cache, cache_batch_idx=row)
     assert torch.equal(out, flashtile.attention_with_kvcache(q, k_cache[-1:], k_cache[-1:]))
-    pages = k_cache.view(-1, 64, 8, 128)
-    table = torch.arange(64 * 512, 65 * 512, device="cuda", dtype=torch.int32)[None]
-    assert torch.equal(out, flashtile.attention_with_kvcache(q, pages, pages, block_table=table))
-    page_by_slot = k_cache.view(-1, 16, 8, 128)
-    table = torch.arange(64 * 2048, 65 * 2048, device="cuda", dtype=torch.int32)[None]
-    assert torch.equal(out, flashtile.attention_with_kvcache(q, page_by_slot, page_by_slot, block_table=table))
+    for page_size in (256, 64, 16):
+        pages, used = k_cache.view(-1, page_size, 8, 128), 32768 // page_size
+        table = torch.arange(64 * used, 65 * used, device="cuda", dtype=torch.int32)[None]
+        paged = flashtile.attention_with_kvcache(q, pages, pages, block_table=table)
+        # Tiles of other sizes are summed in another order
+        torch.testing.assert_close(paged, out, rtol=2e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
