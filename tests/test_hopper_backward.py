@@ -64,3 +64,14 @@ def test_padded_sequences_do_not_meet():
     last = int(lengths.sum()) + multiple * len(lengths)
     assert all(start % multiple == 0 for start in out.tolist())
     assert all(end <= start for end, start in zip(ends, [*out.tolist()[1:], -(-last // multiple) * multiple]))
+
+
+def test_what_tma_cannot_read_is_copied():
+    """Also a contiguous tensor whose address alone is wrong, such as a slice of a gradient of several outputs."""
+    x = torch.randn(2, 8, 4, 64).half()
+    assert backward.tma_ready(x) is x
+    shifted = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    for given in (shifted, x[:, :, :1].expand(x.shape), x.transpose(1, 2)[..., 1:57]):
+        ready = backward.tma_ready(given)
+        assert ready.data_ptr() % 16 == 0 and ready.is_contiguous() and torch.equal(ready, given)
+        assert backward.tma_ready(ready) is ready

@@ -1262,11 +1262,13 @@ _GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.f
 
 
 def tma_ready(x):
-    """x, or a contiguous copy where a TMA descriptor can't say its strides: all must be positive multiples of 16 bytes."""
+    """x, or a contiguous copy where TMA can't read it: strides must be positive, and like the address multiples of 16 bytes."""
     multiple = 16 // x.element_size()
     *strides, last = x.stride()
     aligned = all(stride > 0 and stride % multiple == 0 or size == 1 for size, stride in zip(x.shape, strides))
-    return x if aligned and last == 1 and x.data_ptr() % 16 == 0 else x.contiguous()
+    ready = aligned and last == 1 and x.data_ptr() % 16 == 0
+    # not contiguous(), which gives x itself where only its address is wrong
+    return x if ready else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x, rows, cols):

@@ -225,6 +225,18 @@ def test_extra_memory_is_linear(tier):
     assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + 2 * row_bytes + 4 * q.numel() + 4096
 
 
+def test_a_gradient_may_lie_at_any_address(tier):
+    """Contiguous, but at no multiple of 16 bytes; again and again, as later calls are launched in another way."""
+    inputs = [torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out = flashtile.attention(*inputs, causal=True)
+    shifted = torch.randn(out.numel() + 1, device="cuda", dtype=out.dtype)[1:].view(out.shape)
+    for dout in (shifted, shifted.clone()) * 4:
+        grads = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        expected = torch.autograd.grad(out, inputs, shifted.clone(), retain_graph=True)
+        for got, want, key in zip(grads, expected, ("dq", "dk", "dv")):
+            assert same(got, want, key), key
+
+
 def test_problem_too_new_for_any_tier_names_all_refusals(monkeypatch):
     problem = AttentionProblem(1, 64, 64, 1, 1, 64, 64, torch.float64, softmax_scale=1.0)
     with pytest.raises(flashtile.UnsupportedError, match="portable"):
