@@ -104,7 +104,7 @@ def attention_with_kvcache(operands, options):
     if isinstance(operands.cache_seqlens, (int, torch.SymInt)):
         check_cache_arguments(operands, options)
         operands = operands._replace(cache_seqlens=_lengths(operands))
-    plain = unobserved(*operands[:3])
+    plain = unobserved(operands)
     call = None
     if plain and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
         call = _known(operands, options)

@@ -5,6 +5,7 @@ backward describe the call to AttentionProblem in the same way.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile import dispatch, flops, hardware
 from flashtile.errors import UnsupportedError, explain
@@ -104,18 +105,23 @@ forward_op = torch.ops.flashtile.forward.default
 backward_op = torch.ops.flashtile.backward.default
 
 
-def unobserved(q, k, v):
+# sinks are a parameter as a rule
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
+
+def unobserved(operands):
     """Whether plain tensors are computed at once: no mode, transform, subclass or profiler wants to see the op.
 
     Then its body is called instead of the op: that saves 20 arguments' way through torch's dispatcher.
     """
     return (
-        type(q) is type(k) is type(v) is torch.Tensor
+        _PLAIN.issuperset(map(type, operands))
         and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch.autograd.profiler._is_profiler_enabled
-        and not q.is_meta
+        and not getattr(operands[0], "is_meta", False)
     )
 
 
@@ -139,7 +145,7 @@ def _differentiate(ctx, dout, dlse, problem=None, first=0):
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if problem is not None and unobserved(*tensors[:3]):
+    if problem is not None and unobserved(tensors):
         dq, dk, dv, dsinks = _run_backward(problem, Operands(*tensors), out, lse, dout, dlse)
     else:
         dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
@@ -196,10 +202,10 @@ def attention(
                    return_lse=return_lse)  # fmt: skip
     q, k, v = operands.q, operands.k, operands.v
     problem = None
-    if unobserved(q, k, v):
+    if unobserved(operands):
         problem = known(operands, options)
     else:
-        _refuse_transforms()
+        _refuse_transforms(operands)
     if problem is None or operands.alibi_slopes is not None:
         check_arguments(operands, **options)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
@@ -207,7 +213,7 @@ def attention(
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
         operands, problem = operands._replace(rng_state=draw_rng_state(q.device)), None
-    if problem is None and unobserved(q, k, v):
+    if problem is None and unobserved(operands):
         problem = AttentionProblem.of_call(operands, **options)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or operands.sinks is not None and operands.sinks.requires_grad
@@ -221,11 +227,17 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse_transforms():
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+def _refuse_transforms(operands):
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         way_out = "vmap: flatten the mapped dim into the batch; grad: call torch.autograd.grad."
         raise UnsupportedError(explain("attention", "a call outside of torch.func's transforms",
                                        "a call inside of torch.func.vmap, grad or their kin", way_out))  # fmt: skip
+    for name, x in zip(operands._fields, operands):
+        if forward_ad._current_level >= 0 and isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            way_out = "flashtile.reference.naive.attention has forward-mode derivatives."
+            raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", "a dual tensor", way_out))
 
 
 def _flat(window, softmax_scale, softcap, dropout_p, deterministic, return_lse, causal, max_seqlen_q, max_seqlen_k):

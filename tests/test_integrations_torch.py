@@ -244,6 +244,31 @@ def test_vmap_is_refused(requires_grad):
         torch.func.vmap(flashtile.attention)(*inputs)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode_is_refused(requires_grad):
+    """A kernel would drop the tangent without a word."""
+    q, k, v = qkv(requires_grad=requires_grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        with pytest.raises(UnsupportedError, match="k: expected no tangent.*reverse mode"):
+            flashtile.attention(q, dual, v)
+        assert flashtile.attention(q, k, v).shape == q.shape
+
+
+def test_a_parameter_is_a_plain_tensor_and_a_subclass_is_not():
+    """Subclasses beside plain q, k and v too: the op's dispatcher knows what they are, a kernel would read an address."""
+    from flashtile.ops import unobserved
+    from flashtile.problem import Operands
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    q, k, v = qkv(requires_grad=False)
+    sinks = torch.zeros(q.shape[2])
+    assert unobserved(Operands(q, k, v)) and unobserved(Operands(q, k, v, sinks=torch.nn.Parameter(sinks)))
+    assert not unobserved(Operands(q, k, v, sinks=sinks.as_subclass(Wrapped)))
+
+
 def test_other_transforms_are_refused():
     q, k, v = qkv(requires_grad=False)
     with pytest.raises(UnsupportedError, match="call torch.autograd.grad"):
