@@ -63,7 +63,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +79,6 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
-    rebased,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -88,7 +87,7 @@ from flashtile.device.compat import (
     warpgroup_mma_wait,
 )
 from flashtile.device.dropout import Dropout, RandomStream
-from flashtile.device.launch import Relaunch, Remembered
+from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.schedule import Order
@@ -96,6 +95,8 @@ from flashtile.device.scores import ScoreParams
 from flashtile.device.tensors import Rows, head_ptr, load_tile
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments
+from flashtile.outputs import fresh, gradients
+from flashtile.problem import Operands
 from flashtile.tiles import padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
@@ -1044,39 +1045,68 @@ class Call(NamedTuple):
 
 def launch(problem, configs, operands, out, lse, dout, dlse):
     """Run the kernels. configs: {"backward": BackwardConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
+    return bind(problem, configs)(operands, out, lse, dout, dlse)
+
+
+def bind(problem, configs):
+    """`launch` as a function of operands, out, lse, dout and dlse, for calls of one kind (see `Launches`)."""
     config = configs["backward"]
-    q, k, v = (tma_ready(x) for x in operands[:3])
-    operands = operands._replace(q=q, k=k, v=v)
-    call = allocate(problem, config, operands, out, lse, tma_ready(dout), dlse)
-    if q.numel() and k.numel():
-        others = (out, call.dout, lse, dlse, operands.rng_state)
-        key = (arguments.relaunch_key(problem, config, operands), *map(_described, others))
-        prepared = _prepared.get(key)
-        if prepared is None:
-            seen = key in _prepared
-            prepared = [launch_kernel(problem, config, call, seen) for launch_kernel in kernels(problem)]
-            _prepared[key] = prepared if all(prepared) else None
+    launches = Launches(partial(_launch_all, problem, config))
+    # Rows outside of every packed sequence are no kernel's.
+    allocate = gradients(problem, clear_q=False, clear_kv=problem.varlen)
+    new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32, zeros=problem.varlen)
+    all_ready = None
+
+    def call(operands, out, lse, dout, dlse):
+        nonlocal all_ready
+        q, k, v = operands[:3]
+        if all_ready is None:
+            all_ready = all(tma_ready(x) is x for x in (q, k, v, dout))
+        if not all_ready:
+            q, k, v, dout = (tma_ready(x) for x in (q, k, v, dout))
+            operands = operands._replace(q=q, k=k, v=v)
+        dq, dk, dv = allocate(q, k, v)
+        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, new_workspace(q)
+        if q.numel() and k.numel():
+            launches(*tensors)
         else:
-            for relaunch in prepared:
-                relaunch(call)
-    else:
-        for gradient in (call.dq, call.dk, call.dv):
-            gradient.zero_()
-        if q.numel():
-            launch_rows(problem, config, call, again=False)
-    return call.dq, call.dk, call.dv, sinks_gradient(operands.sinks, lse, _delta(problem, call))
+            _without_pairs(problem, config, tensors)
+        dsinks = None
+        if operands.sinks is not None:
+            dsinks = sinks_gradient(operands.sinks, lse, _delta(problem, _arrange(problem, config, tensors)))
+        return dq, dk, dv, dsinks
+
+    return call
 
 
-# By what the compiled kernels and their other arguments depend on: how to launch each again, None after the first call.
-_prepared = Remembered()
+def _launch_all(problem, config, launch, *tensors):
+    call = _arrange(problem, config, tensors)
+    for launch_kernel in kernels(problem):
+        launch_kernel(problem, config, call, launch)
 
 
-def _described(x):
-    return None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
+def _without_pairs(problem, config, tensors):
+    """No query or no key: TMA takes no empty tensor."""
+    call = _arrange(problem, config, tensors)
+    for gradient in (call.dq, call.dk, call.dv):
+        gradient.zero_()
+    if call.dq.numel():
+        launch_rows(problem, config, call)
+
+
+def _arrange(problem, config, tensors):
+    *operands, out, lse, dout, dlse, dq, dk, dv, workspace = tensors
+    operands = Operands(*operands)
+    dq_sum, neg_lse, neg_delta, counters, table = workspace.split(workspace_sizes(problem, config))
+    rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
+    dq_sum = dq_sum[: operands.q.numel()].view(operands.q.shape)
+    table = table.view(torch.int32) if problem.varlen else None
+    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse[:rows], neg_delta[:rows], dq_sum,
+                counters.view(torch.int32), table)  # fmt: skip
 
 
 def kernels(problem):
-    """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and as in _launch."""
+    """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and what launches."""
     return (*([plan_keys] if problem.varlen else []), launch_rows, launch_main, launch_convert)
 
 
@@ -1087,21 +1117,14 @@ def padded_rows(problem):
     return triton.cdiv(rows, multiple) * multiple
 
 
-def allocate(problem, config, operands, out, lse, dout, dlse):
-    q, k, v = operands[:3]
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # Rows outside of every packed sequence are no kernel's.
-    make, make_like = (torch.zeros, torch.zeros_like) if problem.varlen else (torch.empty, torch.empty_like)
-    dk, dv = (make_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+def workspace_sizes(problem, config):
+    """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
+    total_q = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
     rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
-    neg_lse, neg_delta = lse.new_empty((2, rows)).unbind()
-    dq_sum = make(q.shape, dtype=torch.float32, device=q.device)
-    table = None
-    if problem.varlen:
-        table = torch.empty(schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch, dtype=torch.int32,
-                            device=q.device)  # fmt: skip
-    counters = torch.empty(num_counters(problem), dtype=torch.int32, device=q.device)
-    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse, neg_delta, dq_sum, counters, table)
+    table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
+    sizes = total_q * problem.num_heads * problem.head_dim, rows, rows, num_counters(problem), table
+    # Each begins at a multiple of 256 bytes.
+    return [triton.cdiv(size, 64) * 64 for size in sizes]
 
 
 def num_counters(problem):
@@ -1133,36 +1156,12 @@ def _delta(problem, call):
     return delta.view(problem.num_heads, padded_rows(problem))[:, padded]
 
 
-def _launch(kernel, grid, kernel_arguments, constexprs, num_warps, again, tensors, num_descriptors=0):
-    """Launch as Triton does; with `again` returns a function of a Call that does it again, or None without a GPU.
-
-    tensors: of a Call, those of the arguments: first of the descriptors, which come first, then the others in order.
-    """
-    compiled = kernel[grid](*kernel_arguments, **constexprs, num_warps=num_warps)
-    if not again or getattr(compiled, "function", None) is None:
-        return None
-    descriptors = tuple(rebased(x, None) for x in kernel_arguments[:num_descriptors])
-    rest = (*kernel_arguments[num_descriptors:], *(constexprs[name] for name in kernel.arg_names if name in constexprs))
-    prepared = Relaunch(compiled, (*grid, 1, 1), rest)
-
-    def relaunch(call):
-        given = tensors(call)
-        others = [x for x in given[num_descriptors:] if x is not None]
-        prepared.run(*map(rebased, descriptors, given), *prepared.fill(others))
-
-    return relaunch
-
-
-def launch_rows(problem, config, call, again):
+def launch_rows(problem, config, call, launch=launch_now):
     num_tiles = padded_rows(problem) // ROW_TILE
     grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
-
-    def tensors(call):
-        dq_sum = None if problem.varlen else call.dq_sum
-        return (call.out, call.dout, call.dlse, call.lse, call.neg_lse, call.neg_delta, dq_sum, call.counters,
-                *call.operands[3:7])  # fmt: skip
-
-    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, *packing = tensors(call)
+    out, dout, dlse, lse, neg_lse, neg_delta, counters = (
+        call.out, call.dout, call.dlse, call.lse, call.neg_lse, call.neg_delta, call.counters)
+    dq_sum, packing = None if problem.varlen else call.dq_sum, call.operands[3:7]
     kernel_arguments = (
         _rows(out), _rows(dout), None if dlse is None else _row_numbers(dlse), _row_numbers(lse), neg_lse, neg_delta,
         None if dq_sum is None else _rows(dq_sum), counters, Packing(*packing), problem.batch, problem.seqlen_q,
@@ -1173,24 +1172,19 @@ def launch_rows(problem, config, call, again):
         "TILE_M": ROW_TILE, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_dim(problem.head_dim, 2), "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
     }  # fmt: skip
-    return _launch(backward_rows, grid, kernel_arguments, constexprs, 4, again, tensors)
+    launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
 
 
-def plan_keys(problem, config, call, again):
+def plan_keys(problem, config, call, launch):
     """The table of tiles of keys: `schedule.plan_packed` with queries and keys exchanged."""
-
-    def tensors(call):
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
-        # The last two stand for what other programs than the first, the only one here, would clear.
-        return call.table, cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q, call.dk, call.lse
-
-    table, *packing, dk, lse = tensors(call)
-    kernel_arguments = (table, Packing(*packing), dk, lse, problem.batch, max_key_tiles(problem, config), 0, 0, 0)
-    return _launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, 8, again,
-                   tensors)  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
+    # dk and lse stand for what other programs than the first, the only one here, would clear.
+    kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), call.dk, call.lse, problem.batch,
+                        max_key_tiles(problem, config), 0, 0, 0)  # fmt: skip
+    launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, num_warps=8)
 
 
-def launch_main(problem, config, call, again):
+def launch_main(problem, config, call, launch):
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     tile_m, half_n = config.tile_m, HALF_N.value
     operands = call.operands
@@ -1205,12 +1199,6 @@ def launch_main(problem, config, call, again):
     num_tiles = max_key_tiles(problem, config)
     batch_heads = problem.batch * problem.num_heads_kv
     num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
-
-    def tensors(call):
-        operands = call.operands
-        return (operands.q, call.dout, operands.k, operands.v, call.neg_lse, call.neg_delta, call.dq_sum, call.dk, call.dv,
-                call.counters, call.table, operands.alibi_slopes, operands.rng_state)  # fmt: skip
-
     kernel_arguments = (
         descriptor(operands.q, tile_m, block_d), descriptor(call.dout, tile_m, block_dv),
         descriptor(operands.k, half_n, block_d), descriptor(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m),
@@ -1226,15 +1214,13 @@ def launch_main(problem, config, call, again):
         "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0, "DETERMINISTIC": problem.deterministic,
         "REGISTERS": config.registers,
     }  # fmt: skip
-    return _launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, 4, again,
-                   tensors, 9)  # fmt: skip
+    launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
 
-def launch_convert(problem, config, call, again):
+def launch_convert(problem, config, call, launch):
     count = call.dq.numel()
     kernel_arguments = call.dq_sum, call.dq, float(problem.softmax_scale), count
-    return _launch(backward_convert, (triton.cdiv(count, CONVERT_BLOCK),), kernel_arguments, {"BLOCK": CONVERT_BLOCK}, 8, again,
-                   lambda call: (call.dq_sum, call.dq))  # fmt: skip
+    launch(backward_convert, (triton.cdiv(count, CONVERT_BLOCK),), kernel_arguments, {"BLOCK": CONVERT_BLOCK}, num_warps=8)
 
 
 def heads_in_groups(problem, config, num_tiles):
