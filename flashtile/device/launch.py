@@ -39,9 +39,8 @@ class Launches:
             launched.append((compiled, grid, (*arguments, *(constexprs[n] for n in kernel.arg_names[len(arguments) :]))))
 
         self.start(launch, *tensors)
-        on_gpu = launched and all(getattr(compiled, "function", None) for compiled, *_ in launched)
         # To make the function takes far longer than a call, too long where every call is of another kind.
-        if self.seen and self.again is None and on_gpu:
+        if self.seen and self.again is None and all(getattr(compiled, "function", None) for compiled, *_ in launched):
             self.again = _again(launched, tensors, self.through_triton)
         self.seen = True
 
@@ -140,3 +139,53 @@ class TensorMaps(Remembered):
     def __missing__(self, address):
         self[address] = made = self.map_at(address)
         return made
+
+
+class Relaunch:
+    """A compiled kernel with the arguments of one launch.
+
+    Called with tensors, it launches with their addresses in place of those of the first launch, in the order in which the
+    arguments hold them. It keeps no tensor. They must be described as the first ones were: see the module.
+    """
+
+    def __init__(self, compiled, grid, arguments):
+        self.run = compiled[grid]
+        self.fill = _filler(arguments)
+
+    def __call__(self, *tensors):
+        self.run(*self.fill(tensors))
+
+
+def first_launch(kernel, grid, arguments, constexprs, num_warps, num_stages, again) -> Relaunch | None:
+    """Launch a kernel as Triton does. Returns how to do it again, or None where nothing was compiled for a GPU.
+
+    arguments: tensors and tuples of them first to last; constexprs: the kernel's remaining arguments, by name. again: whether
+    the call was seen before. A Relaunch takes far longer to make than a launch, too long where every call has another shape.
+    """
+    compiled = kernel[grid](*arguments, **constexprs, num_warps=num_warps, num_stages=num_stages)
+    if not again or getattr(compiled, "function", None) is None:
+        # new, interpreted, or compiled without a GPU
+        return None
+    return Relaunch(compiled, grid, (*arguments, *(constexprs[name] for name in kernel.arg_names[len(arguments) :])))
+
+
+def _filler(arguments):
+    """A function of tensors that gives the nested tuple `arguments` with their addresses instead of the tensors in it.
+
+    It is compiled from its text, `lambda t: ((t[0].data_ptr(), c[0], c[1]), ...)`: a walk through the nest
+    at each launch takes longer than the launch.
+    """
+    constants = []
+    num_tensors = 0
+
+    def text(value):
+        nonlocal num_tensors
+        if isinstance(value, tuple):
+            return f"({''.join(text(item) + ', ' for item in value)})"
+        if hasattr(value, "data_ptr"):
+            num_tensors += 1
+            return f"t[{num_tensors - 1}].data_ptr()"
+        constants.append(value)
+        return f"c[{len(constants) - 1}]"
+
+    return eval(f"lambda t: {text(tuple(arguments))}", {"c": constants})
