@@ -6,10 +6,16 @@
     python benchmarks/peer_tests.py fa3-compile flash-attention
     python benchmarks/peer_tests.py fa2-rotary flash-attention --cases 200
 
+    git clone https://github.com/deepseek-ai/FlashMLA
+    python benchmarks/peer_tests.py flash-mla FlashMLA --cases 500
+
 Needs pytest, einops, and pytest-xdist for --workers. The names flash_attn and flash_attn_interface are answered by
 `flashtile.compat.install()`; nothing of the peer is built or imported but its test files. Cases are drawn with --seed, the same
 number from each test function (all of one that has fewer). Further options go to pytest. Exits with pytest's code; --report
 writes a JSON summary. What fails for a reason is in docs/compat.md.
+
+FlashMLA's dense decode test is a script: its cases are drawn in the same way, for bf16 and fp16, without its timing, which
+looks for a kernel by its name.
 """
 
 import argparse
@@ -18,8 +24,12 @@ import os
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
+from importlib import import_module
 from math import prod
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 # test file, and the environment that switches off what flashtile has not, in the words of the file
@@ -29,6 +39,7 @@ SUITES = {
     # LOCAL brings attention_chunk, HDIM64 value head dims of 512. One of its tests holds 70 GiB: no --workers
     "fa3": ("hopper/test_flash_attn.py", {f"FLASH_ATTENTION_DISABLE_{x}": "TRUE" for x in ("FP8", "LOCAL", "HDIM64")}),
     "fa3-compile": ("hopper/test_torch_compile_and_export.py", {}),
+    "flash-mla": ("tests/test_flash_mla_dense_decoding.py", {}),
 }
 # Names of the variables that carry arguments to the workers of pytest-xdist
 CASES, SEED, FUNCTIONS = "FLASHTILE_PEER_CASES", "FLASHTILE_PEER_SEED", "FLASHTILE_PEER_FUNCTIONS"
@@ -75,6 +86,30 @@ class Tally:
                 self.failed[report.nodeid.split("::")[-1]] = str(report.longrepr).strip().splitlines()[-1][:300]
 
 
+def run_flash_mla(file, arguments, tally):
+    """Run a sample of the cases that the script's main goes through; returns an exit code."""
+    from flashtile.compat import flash_mla
+
+    sys.modules["flash_mla"] = flash_mla
+    module = import_module(file.stem)
+    test = module.test_flash_mla
+    for dtype in (torch.bfloat16, torch.float16):
+        cases = []
+        module.test_flash_mla = cases.append
+        # It sets torch's default dtype and device, too
+        module.main(dtype)
+        wanted = min(len(cases), -(-arguments.cases // 2))
+        for case in random.Random(f"{arguments.seed} {dtype}").sample(cases, wanted):
+            name, outcome = f"{test.__name__} {dtype}", "passed"
+            try:
+                test(replace(case, test_performance=False))
+            except Exception as error:
+                outcome = "failed"
+                tally.failed[f"{name} {case}"] = f"{type(error).__name__}: {error}"[:300]
+            tally.outcomes.setdefault(name, Counter())[outcome] += 1
+    return 1 if tally.failed else 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
@@ -84,8 +119,6 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="processes side by side (pytest-xdist)")
     parser.add_argument("--report", type=Path, help="a JSON file for the outcome")
     arguments, further = parser.parse_known_args()
-    import pytest
-
     name, environment = SUITES[arguments.suite]
     file = arguments.path / name
     if not file.exists():
@@ -97,17 +130,26 @@ def main():
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     tally = Tally()
-    command = [str(file), "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--rootdir", str(file.parent), "-q",
-               "--tb=line", "-c", os.devnull, *further]  # fmt: skip
-    if arguments.workers:
-        command += ["-n", str(arguments.workers)]
-    code = pytest.main(command, plugins=[tally])
+    if arguments.suite == "flash-mla":
+        code = run_flash_mla(file, arguments, tally)
+    else:
+        code = run_pytest(file, arguments, further, tally)
     summary = {"suite": arguments.suite, "cases": arguments.cases, "seed": arguments.seed, "environment": environment,
                "outcomes": tally.outcomes, "failed": tally.failed}  # fmt: skip
     print(json.dumps(summary, indent=1))
     if arguments.report:
         arguments.report.write_text(json.dumps(summary, indent=1))
     return code
+
+
+def run_pytest(file, arguments, further, tally):
+    import pytest
+
+    command = [str(file), "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--rootdir", str(file.parent), "-q",
+               "--tb=line", "-c", os.devnull, *further]  # fmt: skip
+    if arguments.workers:
+        command += ["-n", str(arguments.workers)]
+    return pytest.main(command, plugins=[tally])
 
 
 if __name__ == "__main__":
