@@ -125,4 +125,4 @@ def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q):
     """
     parts = num_parts_of(table, num_sequences)
     plan_parts[(1,)](table, lengths, fixed_length, num_sequences, parts, SEQLEN_Q=seqlen_q,
-                     PARTS=triton.next_power_of_2(parts + 1), BLOCK=128, num_warps=8)  # fmt: skip
+                     PARTS=triton.next_power_of_2(parts + 1), BLOCK=64, num_warps=8)  # fmt: skip
