@@ -39,8 +39,9 @@ class Launches:
             launched.append((compiled, grid, (*arguments, *(constexprs[n] for n in kernel.arg_names[len(arguments) :]))))
 
         self.start(launch, *tensors)
+        on_gpu = launched and all(getattr(compiled, "function", None) for compiled, *_ in launched)
         # To make the function takes far longer than a call, too long where every call is of another kind.
-        if self.seen and self.again is None and all(getattr(compiled, "function", None) for compiled, *_ in launched):
+        if self.seen and self.again is None and on_gpu:
             self.again = _again(launched, tensors, self.through_triton)
         self.seen = True
 
