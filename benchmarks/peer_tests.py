@@ -119,6 +119,8 @@ def main():
     parser.add_argument("--workers", type=int, default=0, help="processes side by side (pytest-xdist)")
     parser.add_argument("--report", type=Path, help="a JSON file for the outcome")
     arguments, further = parser.parse_known_args()
+    if arguments.suite == "flash-mla" and (arguments.workers or further):
+        parser.error("flash-mla is a script, run in this process: no --workers and no options of pytest")
     name, environment = SUITES[arguments.suite]
     file = arguments.path / name
     if not file.exists():

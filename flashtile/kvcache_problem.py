@@ -184,6 +184,10 @@ class CacheProblem(CallShape):
         """That of q; fp8 queries give bfloat16."""
         return torch.bfloat16 if self.dtype == FP8 else self.dtype
 
+    def has_whole_pages(self, tile_n) -> bool:
+        """Whether each tile of tile_n slots lies in one page, at its own place."""
+        return bool(self.page_size) and self.page_size % tile_n == 0 and not self.has_leftpad
+
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)

@@ -234,8 +234,10 @@ def _refuse_transforms(operands):
         way_out = "vmap: flatten the mapped dim into the batch; grad: call torch.autograd.grad."
         raise UnsupportedError(explain("attention", "a call outside of torch.func's transforms",
                                        "a call inside of torch.func.vmap, grad or their kin", way_out))  # fmt: skip
+    if forward_ad._current_level < 0:
+        return
     for name, x in zip(operands._fields, operands):
-        if forward_ad._current_level >= 0 and isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             way_out = "flashtile.reference.naive.attention has forward-mode derivatives."
             raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", "a dual tensor", way_out))
 

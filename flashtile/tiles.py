@@ -253,7 +253,7 @@ def decode_config(problem, device) -> DecodeConfig | None:
             and max(block_d, block_dv) <= row.block_dim
             and itemsize <= row.itemsize
             and (row.max_rows is None or rows <= row.max_rows)
-            and not (row.whole_pages and problem.page_size and (problem.page_size % row.config.tile_n or problem.has_leftpad))
+            and not (row.whole_pages and problem.page_size and not problem.has_whole_pages(row.config.tile_n))
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
             return row.config

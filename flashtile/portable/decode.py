@@ -505,7 +505,6 @@ class Call:
         self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
-        page_size = problem.page_size or 0
         # Programmatic dependent launch
         dependent = device.sm >= 90
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
@@ -515,8 +514,8 @@ class Call:
             "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
-            "PAGE_SIZE": page_size, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
-            "WHOLE_PAGES": page_size > 0 and page_size % config.tile_n == 0 and not problem.has_leftpad,
+            "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
+            "WHOLE_PAGES": problem.has_whole_pages(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
             "HAS_DEPENDENT": dependent and plan.slots > 0,
@@ -524,11 +523,11 @@ class Call:
         # The fewer parts, the more rows at once
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         parts = plan.num_splits or plan.num_programs // max(row_tiles, 1) + 2
-        merge_rows = min(triton.next_power_of_2(rows), max(1, MERGED_AT_ONCE // triton.next_power_of_2(parts)))
+        rows_at_once = min(triton.next_power_of_2(rows), max(1, MERGED_AT_ONCE // triton.next_power_of_2(parts)))
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
-        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": merge_rows}
+        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once}
         self.grid = (plan.num_programs,)
-        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, merge_rows))
+        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once))
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.merge_options = {"num_warps": 4, "num_stages": 1}
         if self.constexprs["DEPENDENT"]:
