@@ -1,10 +1,11 @@
 """plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
 
 A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) ->
-reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in run_forward()
-and run_backward(). With yields(problem, device, direction) -> reason or None it leaves to later tiers what they do faster. out
-and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped silently: a plan
-carries every refusal before it.
+reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in
+bind_forward(problem, configs), which gives a function of operands, and bind_backward(problem, configs), a function of operands,
+out, lse, dout and dlse; each for many calls of one kind (see device/launch.py). With yields(problem, device, direction) ->
+reason or None it leaves to later tiers what they do faster. out and lse mean the same everywhere, so a backward may run on
+another tier than its forward. No tier is skipped silently: a plan carries every refusal before it.
 """
 
 import logging
@@ -42,11 +43,14 @@ class Plan:
     # not empty once it has run: then its kernels are there
     ran: list = field(default_factory=list, repr=False, compare=False)
 
-    def run(self, direction, problem, operands, *tensors):
-        """The tier's run_forward or run_backward; a first run that takes over a second says what it compiles."""
-        function = self.module.run_forward if direction == "forward" else self.module.run_backward
+    def bind(self, direction, problem):
+        """The tier's function for calls of one kind."""
+        return (self.module.bind_forward if direction == "forward" else self.module.bind_backward)(problem, self.configs)
+
+    def first(self, direction, problem, function, operands, *tensors):
+        """Call the function of bind; if that takes over a second, and no such call was before, say what it compiles."""
         if self.ran or not operands.q.is_cuda:
-            return function(problem, self.configs, operands, *tensors)
+            return function(operands, *tensors)
         dtype = str(problem.dtype).removeprefix("torch.")
         what = f"the {self.tier} {direction} kernels for {dtype}, head dim {problem.head_dim}"
         hint = "Triton keeps them for later processes; `flashtile warm` compiles ahead."
@@ -54,7 +58,7 @@ class Plan:
         waiting.daemon = True
         waiting.start()
         try:
-            result = function(problem, self.configs, operands, *tensors)
+            result = function(operands, *tensors)
         finally:
             waiting.cancel()
         self.ran.append(True)

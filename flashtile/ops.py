@@ -1,15 +1,16 @@
 """The torch ops, one a direction, and autograd over them; the only file that knows about autograd.
 
-An op validates, plans and launches, so that all of it is one node to torch.compile, and costs a call once. Forward and
-backward describe the call to AttentionProblem in the same way.
+An op validates, plans and launches, so that all of it is one node to torch.compile. A call of a known kind finds what that gave
+(`_Call`) and only allocates and launches; where nobody observes the op, without torch's dispatcher.
 """
 
 import torch
 from torch.autograd import forward_ad
 
-from flashtile import dispatch, flops, hardware
+from flashtile import dispatch, flops, hardware, settings
+from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
-from flashtile.problem import AttentionProblem, Operands, check_arguments, known
+from flashtile.problem import AttentionProblem, Operands, check_arguments, values_readable
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -28,47 +29,143 @@ torch.library.define(
 _NUM_TENSORS = len(Operands._fields)
 
 
-def _describe(arguments):
-    """(problem, operands) of an op's flat arguments."""
-    operands = Operands(*arguments[:_NUM_TENSORS])
-    (max_seqlen_q, max_seqlen_k, causal, left, right, softmax_scale, softcap, dropout_p, deterministic,
-     return_lse) = arguments[_NUM_TENSORS:]  # fmt: skip
-    problem = AttentionProblem.of_call(
-        operands, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=(left, right),
-        softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic, return_lse=return_lse,
+_OPTION_NAMES = ("max_seqlen_q", "max_seqlen_k", "causal", "window", "softmax_scale", "softcap", "dropout_p", "deterministic",
+                 "return_lse")  # fmt: skip
+
+
+def _split(arguments):
+    """(operands, options) of an op's flat arguments; options in the order of _OPTION_NAMES."""
+    tensors, (longest_q, longest_k, causal, left, right, *rest) = arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
+    return Operands(*tensors), (longest_q, longest_k, causal, (left, right), *rest)
+
+
+def _problem(operands, options):
+    return AttentionProblem.from_tensors(operands, **dict(zip(_OPTION_NAMES, options)))
+
+
+class _Call:
+    """What calls of one kind have in common: tensors of the same shapes, strides, dtypes, device and alignment, and options.
+
+    Both directions use the tiers that the environment preferred when the call was first made.
+    """
+
+    __slots__ = ("problem", "options", "tiers", "more", "forward", "backwards")
+
+    def __init__(self, problem, options, operands):
+        self.problem, self.options, self.tiers = problem, options, settings.preferred_tiers()
+        # places of the operands beside q, k and v
+        self.more = [i for i, x in enumerate(operands) if i > 2 and x is not None]
+        # functions of a tier, once it was called; backwards: by what a backward pass depends on beside the call
+        self.forward, self.backwards = None, Remembered()
+
+    def run_forward(self, operands):
+        """out, lse."""
+        if self.forward is not None and hardware.is_current(operands.q):
+            return self.forward(operands)
+        with hardware.on_device_of(operands.q):
+            if self.forward is not None:
+                return self.forward(operands)
+            output, self.forward = self.first("forward", operands)
+        return output
+
+    def run_backward(self, operands, out, lse, dout, dlse):
+        """dq, dk, dv, dsinks (None without sinks)."""
+        if dout.stride(-1) != 1:
+            # autograd made it (out.sum() gives an expanded one); the caller can't do better
+            dout = dout.contiguous()
+        key = self.backward_key(operands, out, lse, dout, dlse)
+        function = self.backwards.get(key)
+        if function is not None and hardware.is_current(operands.q):
+            return function(operands, out, lse, dout, dlse)
+        with hardware.on_device_of(operands.q):
+            if function is not None:
+                return function(operands, out, lse, dout, dlse)
+            gradients, self.backwards[key] = self.first("backward", operands, out, lse, dout, dlse)
+        return gradients
+
+    def backward_key(self, operands, out, lse, dout, dlse):
+        """How tensors lie in memory: also the operands and results, that hooks may give back in another way, dtype or place."""
+        q, k, v = operands[:3]
+        key = (
+            q.stride(), q.dtype, q.get_device(), k.stride(), k.dtype, k.get_device(), v.stride(), v.dtype, v.get_device(),
+            out.is_contiguous() or out.stride(), out.dtype, out.get_device(),
+            lse.is_contiguous() or lse.stride(), lse.dtype, lse.get_device(), dout.stride(), dout.dtype, dout.get_device(),
+        )  # fmt: skip
+        for x in (dlse, *(operands[i] for i in self.more)) if dlse is not None or self.more else ():
+            key += (None if x is None else (x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16),)
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), dout.data_ptr()
+        a, b, c, d, e, f = addresses
+        return key if (a | b | c | d | e | f) % 16 == 0 else (*key, *(address % 16 for address in addresses))
+
+    def first(self, direction, operands, *tensors):
+        """(results, the tier's function for this direction)."""
+        plan = dispatch.plan(self.problem, hardware.detect(operands.q.device), direction, self.tiers)
+        function = plan.bind(direction, self.problem)
+        return plan.first(direction, self.problem, function, operands, *tensors), function
+
+
+# By _key
+_CALLS = Remembered()
+
+
+def _key(operands, options):
+    """All that a call depends on, but its data."""
+    q, k, v, *others = operands
+    key = (
+        settings.preferred_tiers(), options, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, k.shape, k.stride(),
+        k.dtype, k.device, k.data_ptr() % 16, v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
     )  # fmt: skip
-    return problem, operands
+    for i, x in enumerate(others):
+        if x is not None:
+            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    return key
+
+
+def _known(operands, options) -> _Call | None:
+    """The call of plain tensors that is of a known kind, or None; what it is asked about may be of any type."""
+    if operands.cu_seqlens_q is not None and values_readable(operands.q):
+        # Its values are checked each time
+        return None
+    try:
+        return _CALLS.get(_key(operands, options))
+    except (AttributeError, TypeError, RuntimeError):
+        # Not a tensor, or without a hash: the checks say so
+        return None
+
+
+def _described(operands, options) -> _Call:
+    """The call, checked."""
+    call = _known(operands, options)
+    if call is None:
+        problem, key = _problem(operands, options), _key(operands, options)
+        call = _CALLS.get(key)
+        if call is None:
+            call = _CALLS[key] = _Call(problem, options, operands)
+    return call
 
 
 @torch.library.impl("flashtile::forward", ("CPU", "CUDA"))
 def _forward(*arguments):
-    return _run_forward(*_describe(arguments))
+    operands, options = _split(arguments)
+    return _described(operands, options).run_forward(operands)
 
 
 @torch.library.impl("flashtile::backward", ("CPU", "CUDA"))
 def _backward(dout, dlse, out, lse, *arguments):
-    return _run_backward(*_describe(arguments), out, lse, dout, dlse)
+    operands, options = _split(arguments)
+    return _with_dsinks(_described(operands, options).run_backward(operands, out, lse, dout, dlse))
 
 
-def _run_forward(problem, operands):
-    plan = dispatch.plan_for(problem, operands.q.device, "forward")
-    with hardware.on_device_of(operands.q):
-        return plan.run("forward", problem, operands)
-
-
-def _run_backward(problem, operands, out, lse, dout, dlse):
-    plan = dispatch.plan_for(problem, operands.q.device, "backward")
-    if dout.stride(-1) != 1:
-        # autograd made it (out.sum() gives an expanded one); the caller can't do better
-        dout = dout.contiguous()
-    with hardware.on_device_of(operands.q):
-        dq, dk, dv, dsinks = plan.run("backward", problem, operands, out, lse, dout, dlse)
-    return dq, dk, dv, _no_sinks(dq) if dsinks is None else dsinks
+def _with_dsinks(gradients):
+    """dq, dk, dv, dsinks, with something for dsinks that are not there: ops have a fixed number of outputs."""
+    dq, dk, dv, dsinks = gradients
+    return dq, dk, dv, dq.new_empty((0,)) if dsinks is None else dsinks
 
 
 @torch.library.register_fake("flashtile::forward")
 def _forward_fake(*arguments):
-    problem, operands = _describe(arguments)
+    operands, options = _split(arguments)
+    problem = _problem(operands, options)
     q, v = operands.q, operands.v
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(problem.lse_shape, dtype=lse_dtype)
@@ -77,13 +174,15 @@ def _forward_fake(*arguments):
 @torch.library.register_fake("flashtile::backward")
 def _backward_fake(dout, dlse, out, lse, *arguments):
     operands = Operands(*arguments[:_NUM_TENSORS])
-    dq, dk, dv = (x.new_empty(x.shape) for x in operands[:3])
-    return dq, dk, dv, _no_sinks(dq) if operands.sinks is None else operands.sinks.new_empty(operands.sinks.shape)
+    sinks = operands.sinks
+    gradients = (x.new_empty(x.shape) for x in operands[:3])
+    return _with_dsinks((*gradients, None if sinks is None else sinks.new_empty(sinks.shape)))
 
 
 def _flops(mode, arguments):
     """What torch's FlopCounterMode counts; packed sequences by their lengths where these can be read without data of a GPU."""
-    problem, operands = _describe(arguments)
+    operands, options = _split(arguments)
+    problem = _problem(operands, options)
     lengths = None
     if problem.varlen and type(operands.q) is torch.Tensor and not operands.q.is_meta:
         lengths = list(zip(operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist()))
@@ -94,11 +193,6 @@ flops.register({
     torch.ops.flashtile.forward: lambda *arguments, **_: _flops("fwd", arguments),
     torch.ops.flashtile.backward: lambda dout, dlse, out, lse, *arguments, **_: _flops("bwd", arguments),
 })  # fmt: skip
-
-
-def _no_sinks(like):
-    """What stands for the gradient of sinks that are not there; ops have a fixed number of outputs."""
-    return like.new_empty((0,))
 
 
 forward_op = torch.ops.flashtile.forward.default
@@ -126,35 +220,33 @@ def unobserved(operands):
 
 
 def _keep(ctx, inputs, output):
-    """What the backward pass needs of the forward op's arguments and results."""
+    """What the backward pass needs of the op's arguments and results."""
     ctx.save_for_backward(*output, *inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
     ctx.set_materialize_grads(False)
+    ctx.call, ctx.options = None, inputs[_NUM_TENSORS:]
 
 
-def _differentiate(ctx, dout, dlse, problem=None, first=0):
-    """Gradients of the operands, in their order, None for those that have none.
-
-    problem: that of the call where the op may be left out. first: at which of the inputs the operands begin.
-    """
+def _differentiate(ctx, dout, dlse):
+    """dq, dk, dv, dsinks; None for those that have none. ctx.call: None where the op ran, with its options."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         way_out = "flashtile.reference.naive.attention has second derivatives."
         raise UnsupportedError(explain("attention", "first derivatives only", "create_graph=True", way_out))
     if dout is None and dlse is None:
-        return (None,) * _NUM_TENSORS
+        return None, None, None, None
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if problem is not None and unobserved(tensors):
-        dq, dk, dv, dsinks = _run_backward(problem, Operands(*tensors), out, lse, dout, dlse)
-    else:
-        dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *ctx.options)
-    needs_dsinks = ctx.needs_input_grad[first + Operands._fields.index("sinks")]
-    return dq, dk, dv, *(None,) * 5, dsinks if needs_dsinks else None, None
+    if ctx.call is not None and unobserved(tensors):
+        return ctx.call.run_backward(Operands(*tensors), out, lse, dout, dlse)
+    options = ctx.options if ctx.call is None else _flat(ctx.call.options)
+    dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *options)
+    return dq, dk, dv, None if tensors[Operands._fields.index("sinks")] is None else dsinks
 
 
 def _backward_of_op(ctx, dout, dlse):
-    return *_differentiate(ctx, dout, dlse), *(None for _ in ctx.options)
+    dq, dk, dv, dsinks = _differentiate(ctx, dout, dlse)
+    needs_dsinks = ctx.needs_input_grad[Operands._fields.index("sinks")]
+    return dq, dk, dv, *(None,) * 5, dsinks if needs_dsinks else None, None, *(None for _ in ctx.options)
 
 
 torch.library.register_autograd("flashtile::forward", _backward_of_op, setup_context=_keep)
@@ -164,15 +256,21 @@ class _Attention(torch.autograd.Function):
     """The forward op's body with its gradient, for calls that nobody observes; with less host time than the op with its own."""
 
     @staticmethod
-    def forward(ctx, problem, options, *operands):
-        output = _run_forward(problem, Operands(*operands))
-        _keep(ctx, (*operands, *options), output)
-        ctx.problem = problem
+    def forward(ctx, call, operands, q, k, v, sinks):
+        output = call.run_forward(operands)
+        ctx.save_for_backward(*output, *operands)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return None, None, *_differentiate(ctx, dout, dlse, ctx.problem, 2)
+        dq, dk, dv, dsinks = _differentiate(ctx, dout, dlse)
+        return None, None, dq, dk, dv, dsinks if ctx.needs_input_grad[5] else None
+
+
+# Without what Function.apply does for torch.func first: no transform is active where this is called.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def draw_rng_state(device):
@@ -197,33 +295,34 @@ def attention(
     return_lse,
 ):
     """The one entry: `flashtile.attention` and `flashtile.attention_varlen` on Operands."""
-    options = dict(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
-                   softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic,
-                   return_lse=return_lse)  # fmt: skip
+    options = (max_seqlen_q, max_seqlen_k, causal, window, softmax_scale, softcap, dropout_p, deterministic, return_lse)
     q, k, v = operands.q, operands.k, operands.v
-    problem = None
+    call = None
     if unobserved(operands):
-        problem = known(operands, options)
+        call = _known(operands, options)
     else:
         _refuse_transforms(operands)
-    if problem is None or operands.alibi_slopes is not None:
-        check_arguments(operands, **options)
+    if call is None or operands.alibi_slopes is not None:
+        check_arguments(operands, **dict(zip(_OPTION_NAMES, options)))
+        # a list has no hash
+        options = (*options[:3], tuple(window), *options[4:])
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        operands, problem = _autocast(operands), None
+        operands, call = _autocast(operands), None
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
-        operands, problem = operands._replace(rng_state=draw_rng_state(q.device)), None
-    if problem is None and unobserved(operands):
-        problem = AttentionProblem.of_call(operands, **options)
+        operands, call = operands._replace(rng_state=draw_rng_state(q.device)), None
+    if call is None and unobserved(operands):
+        call = _described(operands, options)
+    sinks = operands.sinks
     needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or operands.sinks is not None and operands.sinks.requires_grad
+        q.requires_grad or k.requires_grad or v.requires_grad or sinks is not None and sinks.requires_grad
     )
-    if problem is None:
-        out, lse = forward_op(*operands, *_flat(**options))
+    if call is None:
+        out, lse = forward_op(*operands, *_flat(options))
     elif needs_grad:
-        out, lse = _Attention.apply(problem, _flat(**options), *operands)
+        out, lse = _apply(call, operands, q, k, v, sinks)
     else:
-        out, lse = _run_forward(problem, operands)
+        out, lse = call.run_forward(operands)
     return (out, lse) if return_lse else out
 
 
@@ -242,10 +341,9 @@ def _refuse_transforms(operands):
             raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", "a dual tensor", way_out))
 
 
-def _flat(window, softmax_scale, softcap, dropout_p, deterministic, return_lse, causal, max_seqlen_q, max_seqlen_k):
+def _flat(options):
     """Options as the ops take them."""
-    return (max_seqlen_q, max_seqlen_k, causal, window[0], window[1], softmax_scale, softcap, dropout_p, deterministic,
-            return_lse)  # fmt: skip
+    return *options[:3], *options[3], *options[4:]
 
 
 def _autocast(operands):

@@ -21,11 +21,6 @@ INT32_MAX = 2**31 - 1
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# Calls that were checked, and what they are; forgotten all at once when there are many.
-MAX_DESCRIBED = 4096
-_DESCRIBED = {}
-
-
 class Operands(NamedTuple):
     """The tensors of one call; None where an option is off. Shapes as in `flashtile.attention`."""
 
@@ -147,23 +142,6 @@ class AttentionProblem(CallShape):
             wide_rows=widest >= 2**22, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
         )  # fmt: skip
 
-    @classmethod
-    def of_call(cls, operands, **options):
-        """from_tensors, remembered by shapes, strides, dtypes, devices and alignment: a repeated call is not checked again."""
-        if torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
-            # Symbolic sizes have no hash
-            return cls.from_tensors(operands, **options)
-        if operands.cu_seqlens_q is not None and values_readable(operands.q):
-            return cls.from_tensors(operands, **options)
-        call = _call_key(operands, options)
-        problem = _DESCRIBED.get(call)
-        if problem is None:
-            problem = cls.from_tensors(operands, **options)
-            if len(_DESCRIBED) >= MAX_DESCRIBED:
-                _DESCRIBED.clear()
-            _DESCRIBED[call] = problem
-        return problem
-
     def __hash__(self):
         # The shapes tell most problems apart, and to hash all twenty fields would cost each call.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
@@ -203,28 +181,6 @@ class AttentionProblem(CallShape):
         # reads q k v out dout lse, writes dq dk dv
         backward = 2 * q + 2 * kv + 2 * out + lse
         return {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
-
-
-def _call_key(operands, options):
-    """What from_tensors looks at: equal keys mean equal problems."""
-    key = [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands]
-    key += options.values()
-    # their names: callers may give some of them, in another order
-    key += options
-    return tuple(key)
-
-
-def known(operands, options) -> AttentionProblem | None:
-    """The problem of a call of plain tensors that was described before, or None.
-
-    options: as of_call takes them. Arguments of any type: None where they are no call at all.
-    """
-    if operands.cu_seqlens_q is not None and values_readable(operands.q):
-        return None
-    try:
-        return _DESCRIBED.get(_call_key(operands, options))
-    except (AttributeError, TypeError, RuntimeError):
-        return None
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, window=(None, None)) -> int:

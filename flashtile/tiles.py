@@ -140,14 +140,15 @@ def select(table, kernel, problem, device) -> Row | None:
 class HopperConfig:
     """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
 
-    take_turns: consumers issue products one after the other. l2_bytes: keys and values of the heads in work together.
+    l2_bytes: keys and values of the heads in work together. value_parts: 1 or 4 products for p v; consumers take turns, which
+    pass after the one or before the last of the four.
     """
 
     tile_m: int
     tile_n: int
     num_stages: int
-    take_turns: bool
     l2_bytes: int
+    value_parts: int = 1
 
     @property
     def num_warps(self) -> int:
@@ -171,12 +172,11 @@ _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 HOPPER = tuple(
     HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
     for block_dim, causal, max_seqlen, config in [
-        (64, None, 1024, (256, 64, 8, True, 20 * 2**20)),
-        (64, True, 4096, (256, 64, 8, True, 20 * 2**20)),
-        (64, None, None, (192, 128, 2, True, 20 * 2**20)),
-        (128, None, None, (128, 128, 2, True, 20 * 2**20)),
-        (256, True, None, (128, 64, 2, False, 20 * 2**20)),
-        (256, None, None, (128, 64, 2, True, 20 * 2**20)),
+        (64, None, 1024, (256, 64, 8, 20 * 2**20)),
+        (64, True, 4096, (256, 64, 8, 20 * 2**20)),
+        (64, None, None, (192, 128, 2, 20 * 2**20)),
+        (128, None, None, (128, 128, 2, 20 * 2**20)),
+        (256, None, None, (128, 64, 2, 20 * 2**20, 4)),
     ]
 )
 

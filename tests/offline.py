@@ -77,7 +77,7 @@ def full_call(dim, dtype):
 
 
 def _launch(row, problem, operands):
-    """What portable.run_forward or run_backward does for one kernel."""
+    """Launch one kernel as the portable tier does."""
     out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
     lse = operands.q.new_empty(problem.lse_shape, dtype=torch.float32)
     common = common_arguments(problem, operands)

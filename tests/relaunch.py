@@ -1,11 +1,13 @@
 """Print where a kernel that is launched again by addresses gets something else than Triton gives it. For test_relaunch.
 
-Nothing is compiled: `JITFunction.run` only writes down its arguments, and so does the kernel that it returns. A process of its
-own, since the interpreter, which other tests use, has no such launch.
+Nothing is compiled: `JITFunction.run` only writes down its arguments, and so does what stands for Triton's launcher. A process
+of its own, since the interpreter, which other tests use, has no such launch.
 """
 
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -14,23 +16,41 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from flashtile import hardware  # noqa: E402
+from flashtile.device import launcher  # noqa: E402
 from flashtile.problem import AttentionProblem, Operands  # noqa: E402
 
 # The tiers decide by it whether there is anything to launch again.
 torch.Tensor.is_cuda = property(lambda self: True)
+torch.cuda.is_current_stream_capturing = lambda: False
 launches = []
 
 
 class Compiled:
-    """Stands for a compiled kernel: launching it writes down the arguments."""
+    """Stands for a compiled kernel."""
 
     function = object()
 
     def __init__(self, name):
         self.name = name
 
-    def __getitem__(self, grid):
-        return lambda *arguments: launches.append((self.name, grid, arguments))
+
+class Map:
+    """Stands for what TMA reads of a descriptor of a tensor at an address."""
+
+    def __init__(self, descriptor, address):
+        self.block_shape, self.layout, self.address = descriptor.block_shape, descriptor.layout, address
+
+
+def launcher_of(compiled):
+    def run(x, y, z, stream, constant, arguments):
+        launches.append((compiled.name, (x, y, z), arguments))
+
+    return launcher.Launcher(run, ("constant",), True, itertools.repeat("metadata"))
+
+
+launcher.launcher_of = launcher_of
+launcher.map_maker = lambda descriptor, metadata: lambda address: Map(descriptor, address)
+launcher.driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 0))
 
 
 def run(self, *arguments, grid, warmup, **options):
@@ -47,8 +67,11 @@ JITFunction.run = run
 def leaves(value):
     if isinstance(value, tuple | list):
         return [leaf for item in value for leaf in leaves(item)]
+    if isinstance(value, Map):
+        return [value.address, *value.block_shape, repr(value.layout)]
     if hasattr(value, "block_shape"):
-        return [*leaves(value.base), *leaves((value.shape, value.strides, value.block_shape)), repr(value.layout)]
+        # In a launch by address, shape and strides follow the map as arguments.
+        return [*leaves(value.base), *value.block_shape, repr(value.layout), *value.shape, *value.strides]
     return [getattr(value, "value", value)]
 
 
@@ -60,11 +83,16 @@ def described(recorded, inputs):
 
 
 def compare(what, call, make):
-    """The third call, launched again, against the first of other tensors, launched by Triton."""
+    """The third call, launched by addresses, against the first of other tensors, launched by Triton.
+
+    In the second, from which the third is made, one tensor is both k and v, and one both out and dout.
+    """
     # kept, so that no two calls share an address
     alive = []
     for repeat in range(3):
         inputs = make()
+        if repeat == 1:
+            inputs |= {"v": inputs["k"], "dout": inputs["out"]}
         launches.clear()
         alive.append((inputs, call(inputs)))
         if repeat == 0:
@@ -74,6 +102,7 @@ def compare(what, call, make):
     assert len(launches) == len(first), (what, len(launches), len(first))
     for (name, grid, expected), (again, its_grid, arguments) in zip(first, launches):
         actual = leaves(arguments)
+        assert not any(isinstance(leaf, torch.Tensor) for leaf in actual), (what, "launched by Triton")
         if (name, grid, len(expected)) != (again, its_grid, len(actual)):
             print(f"{what}: {name} {grid} {len(expected)} arguments, then {again} {its_grid} {len(actual)}")
             continue
@@ -115,6 +144,9 @@ MORE = {
 
 def main():
     from flashtile import hopper, portable
+    from flashtile.hopper import arguments
+
+    arguments.current_stream = lambda index: 0
 
     device = hardware.by_name("H200")
     for tier in (portable, hopper):
@@ -135,14 +167,14 @@ def main():
                         # To a forward, dlse is nothing: its call would be the plain one again.
                         if tier.refuses(problem, device, direction) or direction == "forward" and "dlse" in more:
                             continue
-                        configs = tier.configs(problem, device, direction)
+                        bind = tier.bind_forward if direction == "forward" else tier.bind_backward
+                        function = bind(problem, tier.configs(problem, device, direction))
 
-                        def call(inputs, tier=tier, problem=problem, configs=configs, direction=direction, operands=operands):
+                        def call(inputs, function=function, direction=direction, operands=operands):
                             given = Operands(**{field: inputs[field] for field in operands})
                             if direction == "forward":
-                                return tier.run_forward(problem, configs, given)
-                            return tier.run_backward(problem, configs, given, inputs["out"], inputs["lse"], inputs["dout"],
-                                                     inputs.get("dlse"))  # fmt: skip
+                                return function(given)
+                            return function(given, inputs["out"], inputs["lse"], inputs["dout"], inputs.get("dlse"))
 
                         words = (tier.__name__, direction, "packed" * packed, name, "deterministic" * deterministic)
                         compare(" ".join(filter(None, words)), call, make)

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     from flashtile.device import masks
-    from flashtile.device.lengths import Lengths
+    from flashtile.device.lengths import Lengths, Packing
     from flashtile.hopper import backward
 
     @triton.jit
@@ -64,6 +64,46 @@ def test_padded_sequences_do_not_meet():
     last = int(lengths.sum()) + multiple * len(lengths)
     assert all(start % multiple == 0 for start in out.tolist())
     assert all(end <= start for end, start in zip(ends, [*out.tolist()[1:], -(-last // multiple) * multiple]))
+
+
+def as_added(x):
+    """Rows of dq in the order of memory in which the threads of a partition add them: by the accumulators of a wgmma."""
+    thread, number = torch.arange(128)[:, None], torch.arange(32)
+    row = thread // 32 * 16 + number // 2 % 2 * 8 + thread % 32 // 4
+    col = number // 4 * 8 + thread % 4 * 2 + number % 2
+    # four numbers of each thread, then the next four
+    place = number // 4 * 512 + thread * 4 + number % 4
+    memory = torch.empty(x.shape[0] // 64, x.shape[1] // 64, 64 * 64)
+    memory[:, :, place] = x.view(x.shape[0] // 64, 64, -1, 64).transpose(1, 2)[:, :, row, col]
+    return memory.flatten()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 72, 256])
+def test_dq_comes_out_of_pieces(head_dim, packed):
+    """What is added in the order of registers is put in rows: batched, and packed with an empty sequence."""
+    heads, lengths = 2, [100, 0, 130] if packed else [100, 100]
+    block_d = triton.next_power_of_2(head_dim)
+    multiple = backward.ROW_MULTIPLE.value
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    if packed:
+        padded_rows = -(-(starts[-1] + multiple * len(lengths)) // multiple) * multiple
+        padded = [(start + i * multiple) // multiple * multiple for i, start in enumerate(starts[:-1])]
+    else:
+        padded_rows, padded = multiple, [0, 0]
+    expected = torch.randn(starts[-1], heads, head_dim)
+    sums = torch.full((1 if packed else len(lengths), heads, padded_rows, block_d), float("nan"))
+    for i, (start, length, begin) in enumerate(zip(starts, lengths, padded)):
+        sums[0 if packed else i, :, begin : begin + length, :head_dim] = expected[start : start + length].transpose(0, 1) / 2
+    dq = torch.zeros(expected.shape if packed else (len(lengths), lengths[0], heads, head_dim))
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
+    num_tiles = padded_rows // 64
+    dq_sum, packing = torch.cat([as_added(x) for x in sums.flatten(0, 1)]), Packing(cu_seqlens, cu_seqlens, None, None)
+    backward.backward_convert[(num_tiles * heads * sums.shape[0],)](
+        dq_sum, backward._rows(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=64,
+        HEAD_DIM=head_dim, BLOCK_D=block_d,
+    )  # fmt: skip
+    torch.testing.assert_close(dq.view(expected.shape), expected)
 
 
 def test_what_tma_cannot_read_is_copied():

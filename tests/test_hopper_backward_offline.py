@@ -19,8 +19,8 @@ import torch
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (304,
-# but 1640 with Triton 3.8 at head dim 64).
-SPILLS = {"plain": 80, "causal": 144, "packed": 144, "dropout": 1664, "features": 480}
+# but 1560 with Triton 3.8 at head dim 64).
+SPILLS = {"plain": 16, "causal": 80, "packed": 96, "dropout": 1560, "features": 368}
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Bytes of a thread's local memory. Triton 3.6 spills 8 (head dim 64, causal, 3 consumers), 3.7 the same.
-SPILLS = {"plain": 16, "causal": 32, "features": 64}
-# 64 there, outside of the loop, and up to 72 at head dim 256, since masks count keys from the tile's first
-SPILLS_3_8 = {"plain": 16, "causal": 64, "features": 80}
+# Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
+SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 160, ("causal", 64): 8}
+# with 3 consumers, outside of the loop
+SPILLS_3_8 = SPILLS | {("causal", 64): 64, ("causal", 128): 8}
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -66,7 +66,7 @@ def _compile(call):
     vector = torch.empty(4, device="meta") if features else None
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, row.config, Operands(q, k, v, alibi_slopes=vector, sinks=vector))
-    return {"call": f"row {number} d{row.block_dim} {name}", "options": name, **asdict(reports[-1])}
+    return {"call": f"row {number} d{row.block_dim} {name}", "kind": (name, row.block_dim), **asdict(reports[-1])}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_spills_stay_in_budget(reports):
     import triton
 
     budget = SPILLS if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else SPILLS_3_8
-    over = [(r["call"], r["spill_bytes"]) for r in reports if r["spill_bytes"] > budget.get(r["options"], 0)]
+    over = [(r["call"], r["spill_bytes"]) for r in reports if r["spill_bytes"] > budget.get(tuple(r["kind"]), 0)]
     assert not over
 
 

@@ -13,17 +13,17 @@ import torch
 
 import flashtile
 from flashtile import dispatch
-from flashtile.device.launch import MAX_REMEMBERED, Relaunch, Remembered, first_launch
-from flashtile.portable.arguments import launch_key
+from flashtile.device.launch import MAX_REMEMBERED, Launches, Remembered
+from flashtile.ops import _Call, _key
 from flashtile.problem import AttentionProblem, Operands
 
 
-def plan_that_takes(seconds):
-    def run_forward(problem, configs, operands):
+def function_that_takes(seconds):
+    def function(operands):
         time.sleep(seconds)
         return "result"
 
-    return dispatch.Plan("portable", {}, module=SimpleNamespace(run_forward=run_forward))
+    return function
 
 
 PROBLEM = AttentionProblem(2, 16, 16, 4, 2, 64, 64, torch.bfloat16)
@@ -32,13 +32,13 @@ PROBLEM = AttentionProblem(2, 16, 16, 4, 2, 64, 64, torch.bfloat16)
 @pytest.mark.parametrize(("seconds", "is_cuda", "lines"), [(1.3, True, 1), (0.0, True, 0), (1.3, False, 0)])
 def test_a_long_first_call_says_what_it_compiles(seconds, is_cuda, lines, caplog):
     operands = SimpleNamespace(q=SimpleNamespace(is_cuda=is_cuda))
-    plan = plan_that_takes(seconds)
+    plan, function = dispatch.Plan("portable", {}), function_that_takes(seconds)
     with caplog.at_level(logging.WARNING, "flashtile"):
-        assert plan.run("forward", PROBLEM, operands) == "result"
+        assert plan.first("forward", PROBLEM, function, operands) == "result"
     assert len(caplog.messages) == lines
     if lines:
         assert caplog.messages[0].startswith("compiling the portable forward kernels for bfloat16, head dim 64. Triton keeps")
-        assert plan.run("forward", PROBLEM, operands) == "result" and len(caplog.messages) == 1
+        assert plan.first("forward", PROBLEM, function, operands) == "result" and len(caplog.messages) == 1
 
 
 class Group(NamedTuple):
@@ -48,51 +48,147 @@ class Group(NamedTuple):
 
 
 class Compiled:
-    """Stands for Triton's compiled kernel: keeps what it is launched with."""
+    """Stands for Triton's compiled kernel; without `function` nothing was compiled for a GPU."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+class Kernel:
+    """Stands for a Triton kernel: keeps what it is launched with."""
+
+    arg_names = ["group", "x", "TILE", "DIM"]
+
+    def __init__(self, compiled):
+        self.compiled, self.launches = compiled, []
 
     def __getitem__(self, grid):
-        self.grid, self.launches = grid, []
-        return lambda *arguments: self.launches.append(arguments)
+        def launch(*arguments, **named):
+            self.launches.append((grid, arguments, named))
+            return self.compiled
+
+        return launch
 
 
-def test_relaunch_exchanges_addresses_alone():
-    first, second = torch.zeros(4), torch.zeros(4)
-    compiled = Compiled()
-    relaunch = Relaunch(compiled, (3, 1, 1), (Group(first, 7, (second, None)), 0.5, None, (), second, 64))
-    x, y, z = (torch.zeros(4) for _ in range(3))
-    relaunch(x, y, z)
-    assert compiled.grid == (3, 1, 1)
-    assert compiled.launches == [((x.data_ptr(), 7, (y.data_ptr(), None)), 0.5, None, (), z.data_ptr(), 64)]
-    import weakref
-
-    gone = weakref.ref(first)
-    del first
-    assert gone() is None
+@pytest.fixture
+def launched_again(monkeypatch):
+    """What Triton's launcher is given, behind a launcher of ours."""
+    launcher = pytest.importorskip("flashtile.device.launcher")
+    launches, stream = [], SimpleNamespace(get_current_stream=lambda index: 7)
+    described = launcher.Launcher(lambda *arguments: launches.append(arguments), ("flags",), False, [])
+    monkeypatch.setattr(launcher, "launcher_of", lambda compiled: described)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=stream))
+    return launches
 
 
-def test_a_kernel_is_prepared_when_it_is_launched_again():
-    """Not the first time, which may be the only one; and never where nothing was compiled for a GPU. Constexprs come last."""
-    compiled = Compiled()
-    kernel = {(2, 1, 1): lambda *arguments, **named: compiled}
-
-    class Kernel(dict):
-        arg_names = ["x", "TILE", "DIM"]
-
-    kernel, x = Kernel(kernel), torch.zeros(4)
-    launch = partial(first_launch, kernel, (2, 1, 1), (x,), {"DIM": 64, "TILE": 16}, 4, 2)
-    assert launch(again=False) is None
-    assert launch(again=True) is None
-    compiled.function = 1
-    launch(again=True)(x)
-    assert compiled.launches == [(x.data_ptr(), 16, 64)]
+def start(kernel, launch, x, off, workspace):
+    launch(kernel, (3,), (Group(x, 7, (workspace[4:], off)), x), {"DIM": 64, "TILE": 16}, num_warps=4)
 
 
-def test_launch_key_tells_apart_what_kernels_are_compiled_for():
-    """Strides, alignment, dtypes of index tensors and options; not the data."""
+def test_launches_exchange_addresses_alone(launched_again):
+    """From the third call on; the second one's tensor may be the same in two places. Constexprs come in the kernel's order."""
+    kernel = Kernel(Compiled(function=1))
+    launches = Launches(partial(start, kernel))
+    for repeat in range(3):
+        x, workspace = torch.zeros(4), torch.zeros(8)
+        launches(x, None, workspace)
+        assert (len(kernel.launches), len(launched_again)) == ((repeat + 1, 0) if repeat < 2 else (2, 1))
+    grid, (group, _), named = kernel.launches[0]
+    assert (grid, group.stride, named) == ((3,), 7, {"DIM": 64, "TILE": 16, "num_warps": 4})
+    group = (x.data_ptr(), 7, (workspace.data_ptr() + 16, None))
+    assert launched_again == [(3, 1, 1, 7, "flags", group, x.data_ptr(), 16, 64)]
 
-    def key(q, k, v, *others, **more):
-        operands = Operands(q, k, v, **more)
-        return launch_key(AttentionProblem.from_tensors(operands, causal=True), operands, *others)
+
+@pytest.mark.parametrize("with_descriptor", [False, True])
+def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
+    """By the installed Triton's own CudaLauncher, of which only the compiled parts, and the maps, are stand-ins."""
+    launcher = pytest.importorskip("flashtile.device.launcher")
+    from triton.backends.nvidia import driver as nvidia
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    calls = []
+    utils = SimpleNamespace(launch=lambda *arguments: calls.append(arguments), fill_tma_descriptor=lambda *described: described,
+                            fill_tma_descriptor_tiled=lambda *described: described)  # fmt: skip
+    monkeypatch.setattr(launcher.driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 7))
+    described = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [16, 16], "fp4_padded": False}
+    metadata = SimpleNamespace(tensordesc_meta=[described] if with_descriptor else None)
+    signature = {"group": ("*fp32", "constexpr", "i32"), "x": "tensordesc<fp32[16, 16]>" if with_descriptor else "*fp32",
+                 "TILE": "constexpr", "DIM": "constexpr"}  # fmt: skip
+    run = object.__new__(nvidia.CudaLauncher)
+    run.launch = nvidia.wrap_handle_tensordesc(utils.launch, signature, metadata.tensordesc_meta)
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, True, False
+    run.global_scratch_size = run.profile_scratch_size = 0
+    run.global_scratch_align = run.profile_scratch_align = 1
+    run.arg_annotations, run.kernel_signature = "annotations", b"signature"
+    compiled = Compiled(function=5, run=run, metadata=metadata, packed_metadata=(4, 1, 0))
+
+    def start(launch, x, workspace):
+        if with_descriptor:
+            x = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16])
+        launch(Kernel(compiled), (3,), ((workspace[4:], None, 16), x), {"TILE": 16, "DIM": 64}, num_warps=4)
+
+    launches = Launches(start)
+    for _ in range(3):
+        x, workspace = torch.zeros(32, 64), torch.zeros(8)
+        launches(x, workspace)
+    first = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16]) if with_descriptor else x.data_ptr()
+    run(3, 1, 1, 7, 5, (4, 1, 0), None, None, None, (workspace.data_ptr() + 16, None, 16), first, 16, 64)
+    # the last may be a tuple or a list of arguments
+    ours, tritons = ((*call[:-1], *call[-1]) if isinstance(call[-1], tuple | list) else call for call in calls)
+    assert ours == tritons and ours[0] == 3 and ours[-1] == 64
+
+
+def test_a_view_of_no_argument_is_a_mistake(launched_again):
+    kernel = Kernel(Compiled(function=1))
+    launches = Launches(lambda launch, x: start(kernel, launch, x, None, x.new_zeros(8)))
+    launches(torch.zeros(4))
+    with pytest.raises(ValueError):
+        launches(torch.zeros(4))
+
+
+def test_nothing_is_launched_again_without_a_gpu(launched_again):
+    kernel = Kernel(Compiled())
+    launches = Launches(partial(start, kernel))
+    for _ in range(4):
+        launches(torch.zeros(4), None, torch.zeros(8))
+    assert len(kernel.launches) == 4 and not launched_again
+
+
+def test_a_call_that_launches_nothing_needs_no_gpu(monkeypatch):
+    """No queries and no keys: there is no driver to ask for a stream either."""
+    launcher = pytest.importorskip("flashtile.device.launcher")
+    monkeypatch.setattr(launcher, "driver", None)
+    launches = Launches(lambda launch, x: None)
+    for _ in range(4):
+        launches(torch.zeros(0))
+
+
+def test_hooks_on_launches_see_them(launched_again):
+    """Triton's profiler adds such hooks; with one each launch goes through Triton."""
+    from triton import knobs
+
+    kernel = Kernel(Compiled(function=1))
+    launches = Launches(partial(start, kernel))
+    for _ in range(3):
+        launches(torch.zeros(4), None, torch.zeros(8))
+
+    def hook(metadata):
+        pass
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launches(torch.zeros(4), None, torch.zeros(8))
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert (len(kernel.launches), len(launched_again)) == (3, 1)
+
+
+def test_calls_of_one_kind_have_one_key():
+    """Strides, alignment, dtypes of index tensors and options tell calls apart; not the data."""
+    options = (None, None, True, (None, None), None, 0.0, 0.0, False, False)
+
+    def key(q, k, v, options=options, **more):
+        return _key(Operands(q, k, v, **more), options)
 
     x = torch.randn(3, 2, 8, 4, 16)
     same = key(*x)
@@ -102,11 +198,46 @@ def test_launch_key_tells_apart_what_kernels_are_compiled_for():
     slopes = torch.ones(2, 4)
     keys = [
         same, key(strided, *x[1:]), key(x[0], strided, x[2]), key(shifted, *x[1:]), key(x[0], x[1], shifted),
-        key(*x, x[0]), key(*x, None), key(*x, shifted), key(*x, alibi_slopes=slopes), key(*x, alibi_slopes=slopes[0]),
-        key(*x, alibi_slopes=torch.ones(3, 4)[1:]), key(*x, alibi_slopes=torch.ones(9)[1:].view(2, 4)),
-        key(*x.half()), key(*x, sinks=torch.zeros(4)), key(*x, sinks=torch.zeros(4).half()),
+        key(*x, alibi_slopes=slopes), key(*x, alibi_slopes=slopes[0]), key(*x, sinks=slopes[0]),
+        key(*x, alibi_slopes=torch.ones(9)[1:].view(2, 4)), key(*x.half()), key(*x, sinks=torch.zeros(4).half()),
+        key(*x, options=(*options[:-1], True)), key(*x, options=(*options[:2], False, *options[3:])),
     ]  # fmt: skip
-    assert len(set(keys)) == len(keys) - 1, "only slopes that begin at another row are the same to a kernel"
+    assert len(set(keys)) == len(keys)
+
+
+class OnGpu(torch.Tensor):
+    def get_device(self):
+        return 0
+
+
+def test_backward_calls_of_one_kind_have_one_key():
+    """Hooks on saved tensors may give them back laid out in another way, in another dtype, or on another device."""
+    x = torch.randn(2, 8, 4, 16)
+    operands, lse = Operands(x, x, x, sinks=torch.zeros(4)), torch.zeros(2, 4, 8)
+    call = _Call(PROBLEM, (), operands)
+
+    def key(q=x, out=x, lse=lse, dout=x, dlse=None, **more):
+        return call.backward_key(operands._replace(q=q, **more), out, lse, dout, dlse)
+
+    assert key() == key(*(y.clone() for y in (x, x, lse, x)), v=x.clone()) and hash(key()) == hash(key())
+    strided, shifted = x.transpose(1, 2).contiguous().transpose(1, 2), torch.randn(x.numel() + 1)[1:].view(x.shape)
+    others = strided, shifted, x.half(), x.as_subclass(OnGpu)
+    keys = [key(), *(key(**{name: y}) for name in ("q", "k", "v", "out", "dout") for y in others)]
+    keys += [key(lse=lse.double()), key(lse=lse.as_subclass(OnGpu)), key(lse=lse.transpose(1, 2).contiguous().transpose(1, 2)),
+             key(dlse=lse), key(dlse=lse[:1].expand(2, -1, -1)), key(sinks=torch.zeros(4).half()),
+             key(sinks=torch.zeros(8)[::2])]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_known_call_is_not_checked_again(monkeypatch):
+    x = torch.randn(3, 2, 8, 4, 16)
+    flashtile.attention(*x, causal=True)
+    monkeypatch.setattr(AttentionProblem, "from_tensors", lambda *_, **__: pytest.fail("checked"))
+    flashtile.attention(*x.clone(), causal=True)
+    with pytest.raises(pytest.fail.Exception):
+        flashtile.attention(*x, causal=True, softcap=3.0)
+    with pytest.raises(flashtile.DtypeError, match="q: expected a torch.Tensor"):
+        flashtile.attention(None, *x[1:], causal=True)
 
 
 def test_remembered_forgets_all_when_full():

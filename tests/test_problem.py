@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.errors import DeviceError, DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
-from flashtile.problem import INT32_MAX, AttentionProblem, Operands, check_arguments, known, visible_pairs
+from flashtile.problem import INT32_MAX, AttentionProblem, Operands, check_arguments, visible_pairs
 from flashtile.reference import masks
 
 OPTIONS = dict(
@@ -291,13 +291,3 @@ def test_index_values_on_a_gpu_are_read_only_with_debug(monkeypatch):
     monkeypatch.setenv("FLASHTILE_DEBUG", "1")
     with pytest.raises(ValueRangeError, match="cu_seqlens_q: expected entries that do not decrease"):
         describe_packed(q=x, k=x, v=x, **wrong)
-
-
-def test_a_remembered_call_is_told_apart_by_the_names_of_its_options():
-    """Callers may give some options only: True alone is not the same option everywhere."""
-    operands = Operands(X, X, X)
-    first, second = (AttentionProblem.of_call(operands, **{name: True}) for name in ("causal", "deterministic"))
-    assert first.causal and not first.deterministic and second.deterministic and not second.causal
-    assert known(operands, {"causal": True}) is first
-    assert known(operands, {"return_lse": True}) is None
-    assert known(Operands(None, X, X), {"causal": True}) is None

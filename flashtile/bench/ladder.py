@@ -87,20 +87,20 @@ class _Attend(torch.autograd.Function):
 
 
 def _plan(tier, operands, causal, direction):
-    problem = AttentionProblem.of_call(operands, causal=causal)
+    problem = AttentionProblem.from_tensors(operands, causal=causal)
     return problem, dispatch.plan(problem, hardware.detect(operands.q.device), direction, (tier,))
 
 
 def _tier_forward(tier, q, k, v, causal):
     operands = Operands(q, k, v)
     problem, plan = _plan(tier, operands, causal, "forward")
-    return plan.module.run_forward(problem, plan.configs, operands)
+    return plan.bind("forward", problem)(operands)
 
 
 def _tier_backward(tier, q, k, v, out, lse, dout, causal):
     operands = Operands(q, k, v)
     problem, plan = _plan(tier, operands, causal, "backward")
-    return plan.module.run_backward(problem, plan.configs, operands, out, lse, dout, None)[:3]
+    return plan.bind("backward", problem)(operands, out, lse, dout, None)[:3]
 
 
 def compare(cases, numbers, modes=("fwd", "bwd"), config=None, **options):

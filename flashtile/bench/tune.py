@@ -6,6 +6,7 @@ Candidates were found by hand, by (kernel, padded head dim); what does not fit o
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -67,8 +68,9 @@ def run(case, kernels, device, seed: int = 0, say=lambda text: None) -> list[Row
     lse = torch.full(problem.lse_shape, 7.0, device=device)
     delta = torch.randn_like(lse)
     common = common_arguments(problem, operands)
+    bound = cache(lambda config: forward.bind(problem, config))
     launches = {
-        "forward": lambda config: forward.launch(problem, config, operands),
+        "forward": lambda config: bound(config)(operands),
         "dkdv": lambda config: backward.launch_dkdv(problem, config, common, operands, lse, delta, dout),
         "dq": lambda config: backward.launch_dq(problem, config, common, operands, lse, delta, dout),
     }

@@ -1,5 +1,7 @@
 """CPU tier: F.scaled_dot_product_attention, where its semantics are ours."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -35,13 +37,21 @@ def _sdpa(problem, q, k, v):
     return out.transpose(1, 2)
 
 
-def run_forward(problem, configs, operands):
+def bind_forward(problem, configs):
+    return partial(_forward, problem)
+
+
+def bind_backward(problem, configs):
+    return partial(_backward, problem)
+
+
+def _forward(problem, operands):
     """out, and an lse of nan: nobody asked for it."""
     out = _sdpa(problem, *operands[:3]).contiguous()
     return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.float32)
 
 
-def run_backward(problem, configs, operands, out, lse, dout, dlse):
+def _backward(problem, operands, out, lse, dout, dlse):
     """dq, dk, dv, None, by torch's autograd through the forward, run again."""
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
         # Where a torch mode watches (FLOP counters), ops run with autograd switched off.

@@ -16,12 +16,15 @@ def configs(problem, device, direction) -> dict:
     return {}
 
 
-def run_forward(problem, configs, operands):
-    return fa2.forward(operands, problem)
+def bind_forward(problem, configs):
+    return partial(fa2.forward, problem=problem)
 
 
-def run_backward(problem, configs, operands, out, lse, dout, dlse):
-    return fa2.backward(operands, problem, out, lse, dout, dlse)
+def bind_backward(problem, configs):
+    def call(operands, *tensors):
+        return fa2.backward(operands, problem, *tensors)
+
+    return call
 
 
 def bind_decode(problem, configs, operands):

@@ -4,10 +4,8 @@ Kernels take these names from here and nothing that is versioned from Triton its
 """
 
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -29,8 +27,7 @@ allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
     "TensorDescriptor", "allow_dependents", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
-    "partition_barrier", "rebased", "tma_load", "tma_reduce_add", "tma_store", "tma_store_wait", "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "partition_barrier", "rebased", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
 
@@ -45,13 +42,3 @@ def rebased(descriptor, tensor):
 def current_stream(device_index):
     """Handle of torch's current stream, as Triton asks for it before each launch."""
     return driver.active.get_current_stream(device_index)
-
-
-@_core.builtin
-def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
-    """Add a tile in shared memory to global memory; counts as a store for `tma_store_wait`. The order of sums is not fixed.
-
-    3.6 and 3.7 have no wrapper for it (3.8: `tma.async_atomic_add`), but all three have the builder's call.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)

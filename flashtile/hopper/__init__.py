@@ -46,16 +46,16 @@ def configs(problem, device, direction) -> dict:
     return {"forward": tiles.hopper_config(problem, device)}
 
 
-def run_forward(problem, configs, operands):
-    from flashtile.hopper import forward
+def bind_forward(problem, configs):
+    from flashtile.hopper import arguments, forward
 
-    return forward.launch(problem, configs["forward"], operands)
+    return arguments.bind_forward(forward.attention_forward, problem, configs["forward"])
 
 
-def run_backward(problem, configs, operands, out, lse, dout, dlse):
+def bind_backward(problem, configs):
     from flashtile.hopper import backward
 
-    return backward.launch(problem, configs, operands, out, lse, dout, dlse)
+    return backward.bind(problem, configs)
 
 
 def compile_jobs(problem, configs, operands, direction) -> list:
@@ -63,10 +63,11 @@ def compile_jobs(problem, configs, operands, direction) -> list:
     from functools import partial
 
     if direction == "backward":
-        from flashtile.hopper import arguments, backward
+        from flashtile.hopper import backward
+        from flashtile.outputs import forward_outputs
 
         # Its kernels in a row: one clears the counters that the next one needs.
-        dout, lse = arguments.allocate_forward(problem, operands)
+        dout, lse = forward_outputs(problem, cleared=False)(operands.q)
         return [partial(backward.launch, problem, configs, operands, dout, lse, dout, None)]
     from flashtile.hopper import forward
 

@@ -1,28 +1,24 @@
 """From a problem and its tensors to the arguments of the Hopper kernels: TMA descriptors, schedule, flags."""
 
+from functools import partial
+
 import torch
 
 from flashtile import hardware
-from flashtile.device.compat import TensorDescriptor, current_stream, gl, rebased
+from flashtile.device import schedule
+from flashtile.device.compat import TensorDescriptor, current_stream, gl
+from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
 from flashtile.device.scores import ScoreParams
+from flashtile.outputs import forward_outputs
+from flashtile.problem import Operands
 from flashtile.tiles import padded_dim
 
 ROWS = 64
 # Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
 REGISTERS = {2: 240, 3: 160, 4: 112}
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-def allocate_forward(problem, operands):
-    """out and lse, uninitialised where the kernel writes every row."""
-    q = operands.q
-    out_shape = (*q.shape[:-1], problem.head_dim_v)
-    if problem.has_seqused_q:
-        # Rows that no sequence uses are as empty ones
-        return q.new_zeros(out_shape), q.new_full(problem.lse_shape, float("-inf"), dtype=torch.float32)
-    return q.new_empty(out_shape), q.new_empty(problem.lse_shape, dtype=torch.float32)
 
 
 def descriptor(x, rows, block_dim):
@@ -57,29 +53,77 @@ def packed_descriptor(x, rows, block_dim):
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
 
-def plan_packed_arguments(problem, config, operands, out, lse):
+def bind_forward(kernel, problem, config):
+    """kernel, `forward.attention_forward`, as a function of operands -> (out, lse), for calls of one kind (see `Launches`)."""
+    launches = Launches(partial(_start_forward, kernel, problem, config))
+    table_size = table_entries(problem, config) if problem.varlen else 0
+    # Rows that no sequence uses are as empty ones
+    allocate = forward_outputs(problem, cleared=problem.has_seqused_q)
+    is_empty = problem.seqlen_k == 0 or 0 in problem.lse_shape
+
+    def call(operands):
+        out, lse = allocate(operands.q)
+        if is_empty:
+            return _without_keys(out, lse, operands.sinks)
+        table = out.new_empty(table_size, dtype=torch.int32) if table_size else None
+        launches(*operands, out, lse, table, _counter(lse))
+        return out, lse
+
+    return call
+
+
+def _start_forward(kernel, problem, config, launch, *tensors):
+    *operands, out, lse, table, counter = tensors
+    operands = Operands(*operands)
+    if table is not None:
+        arguments, constexprs, grid = plan_packed_arguments(problem, config, operands, out, lse, table)
+        launch(schedule.plan_packed, grid, arguments, constexprs, num_warps=8)
+    arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table, counter)
+    launch(kernel, grid, arguments, constexprs, num_warps=4)
+
+
+def _without_keys(out, lse, sinks):
+    """What rows have that see nothing: TMA takes no empty tensor."""
+    out.zero_()
+    if sinks is None:
+        lse.fill_(float("-inf"))
+    else:
+        lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
+    return out, lse
+
+
+def max_query_tiles(problem, config):
+    """Tiles of queries of one head of a packed call, at most."""
+    return problem.total_q // config.tile_m + problem.batch
+
+
+def table_entries(problem, config):
+    """Numbers in the table that `schedule.plan_packed` writes."""
+    return schedule.ENTRY.value * (1 + max_query_tiles(problem, config)) + problem.batch
+
+
+def plan_packed_arguments(problem, config, operands, out, lse, table):
     """(arguments, constexprs, grid) of `schedule.plan_packed`; the first argument is the table."""
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
-    max_tiles = problem.total_q // config.tile_m + problem.batch
-    table = out.new_empty(8 * (1 + max_tiles) + problem.batch, dtype=torch.int32)
+    max_tiles = max_query_tiles(problem, config)
     arguments = (table, packing, out, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads, problem.head_dim_v)
     # All rows are cleared before where sequences may use less than they have.
     grid = (1 if problem.has_seqused_q else 33,)
     return arguments, {"TILE_M": config.tile_m, "BLOCK": 1024}, grid
 
 
-def slots(config, block_d, block_dv, smem_bytes, itemsize=2):
-    """(slots for queries, whether out has slots of its own): two tiles of queries and one of out, or as few as will do."""
+def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
+    """(whether the left half of the queries goes to registers, whether out has buffers beside those of two tiles of queries).
+
+    Where out has none, it leaves through those of its own queries.
+    """
     consumers = config.tile_m // ROWS
+    split_q = block_d == 256
     stages = config.num_stages * config.tile_n * (block_d + block_dv) * itemsize
-    q_bytes, out_bytes = ROWS * block_d * itemsize, ROWS * block_dv * itemsize
-    # barriers
-    left = smem_bytes - 1024 - stages
-    if left >= consumers * (2 * q_bytes + out_bytes):
-        return 2 * consumers, True
-    if left >= (2 * consumers - 1) * q_bytes + consumers * out_bytes:
-        return 2 * consumers - 1, True
-    return 2 * consumers - 1, False
+    # A left half has one buffer, since it is read as soon as it comes.
+    q_bytes, out_bytes = ROWS * block_d * itemsize * (3 if split_q else 4) // 2, ROWS * block_dv * itemsize
+    # 1024: barriers
+    return split_q, smem_bytes - 1024 - stages >= consumers * (q_bytes + out_bytes)
 
 
 def heads_in_groups(problem, config, num_tiles, num_sms):
@@ -102,30 +146,29 @@ def heads_in_groups(problem, config, num_tiles, num_sms):
 _counters = {}
 
 
-def _counter(device):
-    """int32 (2,) of 0, which a kernel leaves as 0: one for each stream, since kernels of one stream run one by one.
+def _counter(x):
+    """int32 (2,) of 0 for x's device, which a kernel leaves as 0: one for each stream, whose kernels run one by one.
 
     A captured graph gets one of its own, set to 0 by the graph: it may be replayed on any stream.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = device.index, current_stream(device.index)
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return x.new_zeros(2, dtype=torch.int32)
+    index = x.device.index
+    key = index, current_stream(index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = _counters[key] = x.new_zeros(2, dtype=torch.int32)
     return counter
 
 
-def forward_arguments(problem, config, operands, out, lse, table):
+def forward_arguments(problem, config, operands, out, lse, table, counter):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None."""
     num_sms = hardware.detect(out.device).num_sms or 132
     itemsize = problem.dtype.itemsize
     block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
     num_tiles = -(-problem.seqlen_q // config.tile_m)
     total_heads = problem.batch * problem.num_heads
-    programs = num_tiles * total_heads
-    if problem.varlen:
-        programs = (problem.total_q // config.tile_m + problem.batch) * problem.num_heads
+    programs = max_query_tiles(problem, config) * problem.num_heads if problem.varlen else num_tiles * total_heads
     describe = packed_descriptor if problem.varlen else descriptor
     slopes = operands.alibi_slopes
     score_params = ScoreParams(
@@ -133,61 +176,20 @@ def forward_arguments(problem, config, operands, out, lse, table):
         alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         prescaled=None if problem.softmax_scale > 0 else 1,
     )  # fmt: skip
-    q_slots, own_out = slots(config, block_d, block_dv, 227 << 10, itemsize)
+    split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
     arguments = (
-        describe(operands.q, ROWS, block_d), describe(operands.k, config.tile_n, block_d),
-        describe(operands.v, config.tile_n, block_dv), describe(out, ROWS, block_dv), lse, _counter(lse.device),
-        table, Window(*problem.window), score_params, operands.sinks, problem.lse_shape[-1], problem.seqlen_q,
-        problem.seqlen_k, num_tiles, problem.num_heads,
-        total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        describe(operands.q, ROWS, block_d // 2 if split_q else block_d), describe(operands.k, config.tile_n, block_d),
+        describe(operands.v, config.tile_n, block_dv), describe(out, ROWS, block_dv if own_out else block_dv // 2), lse,
+        counter, table, Window(*problem.window), score_params, operands.sinks, problem.lse_shape[-1], problem.seqlen_q,
+        problem.seqlen_k, num_tiles, problem.num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
     diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % ROWS
     constexprs = {
-        "GROUP_SIZE": problem.group_size, "TILE_N": config.tile_n, "NUM_CONSUMERS": config.tile_m // ROWS, "Q_SLOTS": q_slots,
-        "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "TAKE_TURNS": config.take_turns,
+        "GROUP_SIZE": problem.group_size, "TILE_N": config.tile_n, "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
+        "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "VALUE_PARTS": config.value_parts,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         # 64 rows of an aligned diagonal cut one key tile, of another two
         "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, ROWS - 1)), "OWN_OUT": own_out,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)
-
-
-def relaunch_key(problem, config, operands):
-    """What a compiled kernel and its arguments depend on, beside the data."""
-    q, k, v = operands.q, operands.k, operands.v
-    key = problem, config, q.device.index, q.stride(), k.stride(), v.stride()
-    if operands.sinks is None and operands.alibi_slopes is None and not problem.varlen:
-        return key
-    # Kernels are compiled for pointers that are multiples of 16, or not.
-    vectors = (x for x in operands[3:9] if x is not None)
-    return (*key, *((x.dtype, x.stride(), x.data_ptr() % 16) for x in vectors))
-
-
-class Relaunch:
-    """Compiled kernels of a call with the arguments that stay the same: only tensors are exchanged, and none is kept.
-
-    Triton's own way through `kernel[grid](...)` looks at every argument and checks every descriptor anew.
-    """
-
-    def __init__(self, compiled, grid, arguments, constexprs, compiled_plan=None, plan_grid=None):
-        self.run = compiled[(*grid, 1, 1)]
-        self.run_plan = compiled_plan and compiled_plan[(*plan_grid, 1, 1)]
-        self.descriptors = tuple(rebased(descriptor, None) for descriptor in arguments[:4])
-        self.window = arguments[7]
-        self.has_slopes = arguments[8].alibi_slopes is not None
-        self.score_params = arguments[8]._replace(alibi_slopes=None)
-        self.rest = (*arguments[10:], *constexprs.values())
-
-    def launch(self, problem, config, operands, out, lse):
-        table = None
-        if self.run_plan is not None:
-            arguments, constexprs, _ = plan_packed_arguments(problem, config, operands, out, lse)
-            table = arguments[0]
-            self.run_plan(*arguments, *constexprs.values())
-        score_params = self.score_params
-        if self.has_slopes:
-            score_params = score_params._replace(alibi_slopes=operands.alibi_slopes)
-        tensors = (operands.q, operands.k, operands.v, out)
-        self.run(*map(rebased, self.descriptors, tensors), lse, _counter(lse.device), table, self.window, score_params,
-                 operands.sinks, *self.rest)  # fmt: skip

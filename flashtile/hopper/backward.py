@@ -6,7 +6,8 @@
     after    dk = scale * dk (in main),  dq = scale * dq_sum                                    one pass, fp32 to the dtype
 
 A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores
-are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it through the TMA unit. neg_lse and neg_delta are
+are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
+accumulators, four numbers of a thread at once (`_add_piece`), and the kernel after puts them in rows. neg_lse and neg_delta are
 not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an
 addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the kernel before
 clears.
@@ -16,54 +17,65 @@ deterministic=True each tile of dq_sum has a count of what was added, and a prog
 order in which programs take tiles, so that who is waited for runs or has run: see heads_in_groups.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
-that end where a sequence ends (`arguments.packed_descriptor`), also for what is added to dq_sum; row statistics padded, see
-padded_start. Under dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
+that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
+dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
 
 Partitions of 16 warps, BY_ROWS (head dims to 128: 128 keys), between them only barriers on buffers:
 
-    default   4 warps   dq: dscoresᵀ k for both halves, through fp32 buffers into the TMA reduction
+    default   4 warps   dq: dscoresᵀ k for both halves, in pieces of 64 rows and columns
     computes  4 warps   64 keys each: scores and dk of the last step under way together, exponentials under dk; then dp and dv
               twice     together, dscores under dv. p goes to dv from registers; dscores go to shared memory for dq and dk
     loads     1 warp    every TMA load; a tile of q and its neg_lse share a barrier, as do dout and neg_delta
 
 and for larger head dims (64 keys), where one partition cannot hold dk and dv:
 
-    default   4 warps   dq, in pieces of 64 columns
+    default   4 warps   dq
     weights   4 warps   scores, p, dv; gives p through shared memory to
     dscores   4 warps   dp, dscores, dk
     loads     1 warp
 
-Limit (counters and times not recorded): the shared-memory pipe, 86% busy at head dim 128 (tensor cores 69%): a 64 x 128 step is
-2560 tensor cycles and 3200 wavefronts. Hence nothing is read twice that registers can hold, and dq pays most (512 + 512 of the
-wavefronts). At 16384 tokens of 2048 columns the kernel before takes 72 us and the one after 53 us, which is memory bandwidth:
-at 512 tokens a quarter of the whole.
+Floor at 16384 tokens of 2048 columns: 0.43 us a token of the sequence without a mask (780 TFLOP/s; 220 us at 512 tokens, 7048
+at 16384; causal half of it), and 63 and 47 us of memory bandwidth (4.27 TB/s) for the kernels before and after, which take 51
+and 54 us when L2 is warm, 72 us and as much when it is cold: at 512 tokens a quarter of the whole. A tile of keys costs 3 to 4
+us besides its steps of 2 to 2.4 us each.
 
-Measured while it was written, not yet recorded under benchmarks/results (H200, torch 2.11, cuDNN 9.19, Triton 3.6; 16384
-tokens, 2048 / head_dim heads, bf16, random data; do_bench, medians of three rounds, interleaved; the whole backward with both
-small kernels), TFLOP/s, the ratio to cuDNN in the same run, and in brackets deterministic=True over the free order:
+Limit (counters not recorded, of the version that added dq through the TMA unit): the shared-memory pipe, 86% busy at head dim
+128 (tensor cores 69%): a 64 x 128 step was 2560 tensor cycles and 3200 wavefronts, 512 of them for what is added to dq on its
+way through shared memory. Hence nothing is read twice that registers can hold.
 
-    head dim      512 full          512 causal        4096 full         4096 causal       16384 full        16384 causal
-    64            337 1.24 (0.90)   199 1.19 (0.95)   509 1.23 (0.90)   451 1.27 (0.96)   506 1.15 (0.96)   506 1.20 (0.96)
-    128           386 1.16 (0.94)   234 1.10 (0.96)   566 1.10 (0.91)   511 1.15 (0.89)   572 1.08 (0.94)   548 1.05 (0.93)
-    256           295 1.25 (0.95)   200 1.12 (0.95)   428 1.15 (0.83)   425 1.21 (0.69)   449 1.28 (0.95)   452 1.21 (0.71)
+What helped, as time before over time after in one run each (H200, torch 2.11, Triton 3.6; 16384 tokens, bf16, random data;
+do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
 
-    Of the 36 cells with 512 to 16384 tokens the lowest is 1.05, the geometric mean 1.17 (by head dim 1.22, 1.11, 1.20). Causal
-    256 had twice as many heads side by side as `heads_in_groups` gives it now: in a second pass of that run the free order was
-    as fast with both, deterministic=True 1.2 times as fast at 4096 tokens with those of now, 1.06 times at 16384.
+    dq added from registers, no longer through shared memory and the TMA unit (with 4 stages of q and 3 of dout at 128)
+        head dim 64    512: 1.10, causal 1.07   2048 causal: 1.05   4096: 1.00   16384: 1.00, causal 1.15
+        head dim 128   512: 1.04, causal 1.01   1024 causal: 1.04   4096: 1.03 to 1.06, causal 1.03   16384 causal: 1.04
+        head dim 256   512 causal: 0.99   4096: 1.13, causal 1.11
+    the counter, and dk and dv that leave through the buffers of dscores, so that k and v of the next tile come under it: 1.02
+        to 1.13 at head dim 64, 1.02 to 1.06 at 128, causal most, against programs with a fixed list of tiles
 
-What helped, in one run each, against programs with a fixed list of tiles: the counter, and dk and dv that leave through the
-buffers of dscores, so that k and v of the next tile come under it: 2 to 13% at head dim 64, 2 to 6% at 128, causal most. What
-did not: dscores as register operand of dk (ptxas serialises: C7512); dq in 128 columns at once with 192 or 200 registers
-for the others (the same, and spills); a fixed list of tiles, every other turn backwards, causal, head dim 256 at 4096 tokens:
-261 against 415. A count of dq signalled with release semantics: deterministic=True was 0.77 to 0.92 of the free order at head
-dim 128, against 0.88 to 0.96 with a relaxed one, which comes after the wait for the additions all the same.
+deterministic=True takes 1.05 to 1.33 times as long as the free order (at head dim 128 1.05 to 1.10, at 64 1.14 to 1.33; at 256
+not measured since). Against dq through the TMA unit, where one thread could wait for all additions, it is 1.02 to 1.09 times as
+fast at 128, but 0.88 to 1.05 at 64.
+
+What did not help:
+
+    dq of 128 rows at once at head dim 64: 0.95 to 0.98 without a mask at 4096 and 16384 tokens, where halves are as fast
+    dscores as register operand of dk, 256 wavefronts fewer at 64, 128 at 128: ptxas takes it (else C7512) if a loop carries
+        them packed and dk starts before the scores; geometric mean 1.00 at 64, 1.01 at 128
+    one stage (scores and dp, then dv and dk from registers) instead of two: C7512 and 170 to 300 bytes of spills
+    a second buffer of k and v for the next tile: within 1% of one, at 512 tokens too
+    dq in 128 columns at once: the computing partitions get 200 registers, which serialises (C7512)
+    the small kernels from the last row to the first, for what L2 still has: the same
+    4 stages of q and 3 of dout at head dim 64: 0.96 to 1.00; 2 of dout at 256: 0.98
+    a fixed list of tiles, every other turn backwards, causal, head dim 256 at 4096 tokens: 261 against 415 TFLOP/s
+
 What the tiles and partitions were chosen among is in backward_config.py.
 Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
 
 Refused: see backward_config.py.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,16 +91,14 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
-    rebased,
     tma_load,
-    tma_reduce_add,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.device.dropout import Dropout, RandomStream
-from flashtile.device.launch import Relaunch, Remembered
+from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.schedule import Order
@@ -96,10 +106,14 @@ from flashtile.device.scores import ScoreParams
 from flashtile.device.tensors import Rows, head_ptr, load_tile
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments
+from flashtile.outputs import fresh, gradients
+from flashtile.problem import Operands
 from flashtile.tiles import padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
+# Rows and columns of dq that 4 warps multiply and add at once: 32 numbers a thread
+PIECE = gl.constexpr(64)
 LOAD_REGISTERS = gl.constexpr(24)
 # Rows of the row statistics are padded to this, so that a tile of them is always whole.
 ROW_MULTIPLE = tl.constexpr(128)
@@ -111,7 +125,7 @@ WALK_SLOTS = gl.constexpr(2)
 
 
 class Buffers(NamedTuple):
-    """Shared memory. q, dout, neg_lse, neg_delta, dscores, p and dq have a slot per stage; k and v one per half; dscores is a
+    """Shared memory. q, dout, neg_lse, neg_delta, dscores and p have a slot per stage; k and v one per half; dscores is a
     tuple of one per half; walk has slots of WALK_WORDS."""
 
     q: Any
@@ -122,7 +136,6 @@ class Buffers(NamedTuple):
     neg_delta: Any
     dscores: Any
     p: Any
-    dq: Any
     walk: Any
 
 
@@ -504,25 +517,24 @@ def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED:
 
 @gluon.jit
 def _count(semaphore):
-    """What a semaphore stands at."""
+    """What a semaphore stands at. Relaxed: nothing is read after it, and what is added waits for its value."""
     return gl.inline_asm_elementwise("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32,
                                      is_pure=False, pack=1)  # fmt: skip
 
 
-_SIGNAL_ASM = gl.constexpr(tuple(
-    "{ .reg .pred p; .reg .b32 t; elect.sync _|p, 0xffffffff; mov.u32 t, %tid.x; setp.lt.and.u32 p, t, 32, p; "
-    f"cp.async.bulk.wait_group {pending}; @p red.relaxed.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }}"
-    for pending in range(3)
-))  # fmt: skip
+_SIGNAL_ASM = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p red.relaxed.gpu.global.add.u32 [$1], 1; "
+    "mov.u32 $0, 0; }"
+)
 
 
 @gluon.jit
-def _signal(semaphore, PENDING: gl.constexpr):
-    """Count a tile of dq as added, when all but the last PENDING pieces are in memory.
-
-    By the thread that issues TMA operations, of the first warp of the first partition: it alone can wait for them.
-    """
-    gl.inline_asm_elementwise(_SIGNAL_ASM[PENDING], "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+def _signal(semaphore):
+    """Count a tile of dq as added, when the additions of all threads are in memory. Of the first partition, as `_add_piece`."""
+    address = semaphore.to(gl.int64)
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    partition_barrier()
+    gl.inline_asm_elementwise(_SIGNAL_ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -534,64 +546,69 @@ def _rank(walk, lengths, window, tile, TILE_M: gl.constexpr, TILE_N: gl.constexp
     return seen, gl.where(walk.falling > 0, keys.end - 1 - mine, mine - keys.begin)
 
 
+def _add_asm(count):
+    """Assembly that adds `count` numbers a thread to memory, four at once; the first four of 128 threads follow each other."""
+    text = "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $" + f"{count}; "
+    for i in range(0, count, 4):
+        numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
+        text += f"red.relaxed.gpu.global.add.v4.f32 [a + {512 * i}], {{{numbers}}}; "
+    text += "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
+    return gl.constexpr(text), gl.constexpr(",".join(["=r"] * count + ["l"] * count + ["f"] * count))
+
+
+_ADD_ASM, _ADD_CONSTRAINTS = _add_asm(PIECE.value * PIECE.value // 128)
+
+
 @gluon.jit
-def _add_tile(dq_desc, walk, lengths, head, row, col, smem, PACKED: gl.constexpr):
-    if PACKED:
-        end = lengths.start_q + lengths.seqlen_q
-        tma_reduce_add(dq_desc, [PACKED_ROWS, end, head, PACKED_ROWS - lengths.seqlen_q + row, col], smem)
-    else:
-        tma_reduce_add(dq_desc, [walk.batch, head, row, col], smem)
+def _add_piece(dq_sum, piece):
+    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`."""
+    gl.inline_asm_elementwise(_ADD_ASM, _ADD_CONSTRAINTS, [dq_sum.to(gl.int64), piece], dtype=gl.int32, is_pure=False, pack=32)
 
 
 @gluon.jit
 def _add_dq(
-    dq_desc, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile, head, step, zeros,
-    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr,
-    DQ_COLUMNS: gl.constexpr, DQ_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    dq_sum, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile, head, step, zeros,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of DQ_COLUMNS columns.
+    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns.
 
     In a fixed order it takes its turn at the tile's counter, and returns it: `last`, to be counted on when all pieces are in
-    memory, which is under the product of the next step.
+    memory, which is after the product of the next step.
     """
-    PIECES: gl.constexpr = BLOCK_D // DQ_COLUMNS
+    HALVES: gl.constexpr = TILE_N // HALF_N
+    PIECES: gl.constexpr = TILE_M * BLOCK_D // PIECE // PIECE
     slot = step % DSCORES_STAGES
-    row = tile * TILE_M
+    stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
+    dq_tile = dq_sum + stats_row.to(gl.int64) * BLOCK_D
     for piece in gl.static_range(PIECES):
         dq_acc = zeros
         for half in gl.static_range(HALVES):
             if piece == 0:
                 mbarrier.wait(barriers.dscores_ready.index(HALVES * slot + half), _phase(step, DSCORES_STAGES))
             k = buffers.k.index(half).reshape([HALF_N, BLOCK_D])
-            if PIECES > 1:
-                k = k.slice(piece * DQ_COLUMNS, DQ_COLUMNS, dim=1)
-            dscores = buffers.dscores[half].index(slot).permute((1, 0))
-            dq_acc = warpgroup_mma(dscores, k, dq_acc, use_acc=half > 0, is_async=True)
+            if BLOCK_D > PIECE:
+                k = k.slice(piece % (BLOCK_D // PIECE) * PIECE, PIECE, dim=1)
+            dscores = buffers.dscores[half].index(slot)
+            if TILE_M > PIECE:
+                dscores = dscores.slice(piece // (BLOCK_D // PIECE) * PIECE, PIECE, dim=1)
+            dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
         if DETERMINISTIC and piece == 0:
-            seen, rank = _rank(walk, lengths, window, tile, TILE_M, HALVES * HALF_N)
-            semaphore = counters + 2 + (_stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + row) // TILE_M
-            semaphore = gl.where(seen, semaphore, counters + 1)
+            seen, rank = _rank(walk, lengths, window, tile, TILE_M, TILE_N)
+            semaphore = gl.where(seen, counters + 2 + stats_row // TILE_M, counters + 1)
             rank = gl.where(seen, rank, 0)
             count = _count(semaphore)
-        tma_store_wait(DQ_STAGES - 1)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
-        if DETERMINISTIC and piece == PIECES // 2:
-            _signal(last, piece)
+        if DETERMINISTIC and piece == 0:
+            _signal(last)
+            while count < rank:
+                count = _count(semaphore)
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
-        dq_smem = buffers.dq.index((step * PIECES + piece) % DQ_STAGES)
-        dq_smem.reshape([TILE_M, DQ_COLUMNS]).store(dq)
-        fence_async_shared()
-        if DETERMINISTIC:
-            if piece == 0:
-                while count < rank:
-                    count = _count(semaphore)
+        _add_piece(dq_tile + piece * PIECE * PIECE, dq)
+        if piece < PIECES - 1:
+            # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
-            if seen:
-                _add_tile(dq_desc, walk, lengths, head, row, piece * DQ_COLUMNS, dq_smem, PACKED)
-        else:
-            partition_barrier()
-            _add_tile(dq_desc, walk, lengths, head, row, piece * DQ_COLUMNS, dq_smem, PACKED)
     if DETERMINISTIC:
         return semaphore
     else:
@@ -600,12 +617,12 @@ def _add_dq(
 
 @gluon.jit
 def _reduce_dq(
-    dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, HALVES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr,
-    DQ_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    zeros = gl.zeros([TILE_M, DQ_COLUMNS], gl.float32, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    zeros = gl.zeros([PIECE, PIECE], gl.float32, layout)
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -614,17 +631,15 @@ def _reduce_dq(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         last = counters + 1
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
-            last = _add_dq(dq_desc, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile,
-                           head, first + i, zeros, TILE_M, BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED,
-                           DETERMINISTIC)  # fmt: skip
+            last = _add_dq(dq_sum, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile,
+                           head, first + i, zeros, TILE_M, TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
             tile, head = _next_step(tile, head, walk, GROUP_SIZE)
         mbarrier.arrive(barriers.k_done.index(0), count=1)
         if DETERMINISTIC:
-            _signal(last, 0)
+            _signal(last)
         first += _num_steps(walk, GROUP_SIZE)
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-    tma_store_wait(0)
 
 
 # ---- split by rows: each of two partitions has 64 keys and does everything but dq ----
@@ -864,13 +879,12 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     "padded_rows",
 ])  # fmt: skip
 def attention_backward(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dq_desc, dk_desc, dv_desc, counters, table, window,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_sum, counters, table, window,
     score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, batch_heads, heads_side_by_side,
     tail_heads, padded_rows,
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, DQ_COLUMNS: gl.constexpr,
-    DQ_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr,
+    RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken beyond one a program, a place for
     counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of `schedule.plan_packed` for tiles of
@@ -892,7 +906,6 @@ def attention_backward(
     neg_lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, TILE_M], neg_lse_desc.layout)
     neg_delta_smem = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, TILE_M], neg_delta_desc.layout)
     dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [DQ_STAGES] + dq_desc.block_type.shape, dq_desc.layout)
     walk_smem = gl.allocate_shared_memory(gl.int32, [WALK_SLOTS * WALK_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_ready = _barriers(1, 1)
     v_ready = _barriers(1, 1)
@@ -909,12 +922,12 @@ def attention_backward(
         v_free = _barriers(1, 2)
         other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
-                          None, dq_smem, walk_smem)  # fmt: skip
+                          None, walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
                             k_done, None, k_done, v_free, walk_ready, walk_free)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
-                          BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED, DETERMINISTIC)),
+            (_reduce_dq, (dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
+                          TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
                              TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, 0)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
@@ -930,13 +943,13 @@ def attention_backward(
         v_done = _barriers(1, 1)
         k_free = _barriers(1, 1)
         v_free = _barriers(1, 1)
-        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem, dq_smem,
+        buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem,
                           walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,
                             p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_desc, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
-                          BLOCK_D, HALVES, DSCORES_STAGES, DQ_COLUMNS, DQ_STAGES, PACKED, DETERMINISTIC)),
+            (_reduce_dq, (dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
+                          TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
                            BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED)),
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
@@ -959,6 +972,32 @@ def _sequence_of(padded_row, packing, batch, BLOCK: tl.constexpr):
     return before - 1
 
 
+class PaddedRows(NamedTuple):
+    """Rows of a program of the small kernels: padded_begin of those of all heads, row_begin in its sequence."""
+
+    sequence: Any
+    head: Any
+    lengths: Any
+    row_begin: Any
+    padded_begin: Any
+
+
+@triton.jit
+def _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr):
+    """A head has num_tiles of TILE_M rows. In a packed call padded_rows counts those of all sequences: see `padded_start`."""
+    program = tl.program_id(0)
+    begin = program % num_tiles * TILE_M
+    padded_begin = (program // num_tiles).to(tl.int64) * padded_rows + begin
+    if packing.cu_seqlens_q is None:
+        head = program // num_tiles
+        return PaddedRows(head // num_heads, head % num_heads, Lengths(0, 0, seqlen_q, 0), begin, padded_begin)
+    else:
+        sequence = _sequence_of(begin, packing, batch, BLOCK=128)
+        lengths = load_lengths(packing, sequence, 0, 0)
+        row_begin = begin - padded_start(lengths.start_q, sequence).to(tl.int32)
+        return PaddedRows(sequence, program // num_tiles, lengths, row_begin, padded_begin)
+
+
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor"])
 def backward_rows(
     out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads,
@@ -967,24 +1006,14 @@ def backward_rows(
 ):  # fmt: skip
     """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in dq_sum and counters.
 
-    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0. In a
-    packed call padded_rows counts those of all sequences, see `padded_start`, and dq_sum is None.
+    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
     if program < num_counters:
         tl.store(counters + program, 0)
-    padded_begin = program % num_tiles * TILE_M
-    padded = (program // num_tiles).to(tl.int64) * padded_rows + padded_begin + tl.arange(0, TILE_M)
-    if packing.cu_seqlens_q is None:
-        sequence = program // num_tiles // num_heads
-        head = program // num_tiles % num_heads
-        lengths = Lengths(0, 0, seqlen_q, 0)
-        row_begin = padded_begin
-    else:
-        sequence = _sequence_of(padded_begin, packing, batch, BLOCK=128)
-        head = program // num_tiles
-        lengths = load_lengths(packing, sequence, 0, 0)
-        row_begin = padded_begin - padded_start(lengths.start_q, sequence).to(tl.int32)
+    at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
+    sequence, head, lengths, row_begin = at.sequence, at.head, at.lengths, at.row_begin
+    padded = at.padded_begin + tl.arange(0, TILE_M)
     start = lengths.start_q
     rows = row_begin + tl.arange(0, TILE_M)
     exists = rows < lengths.seqlen_q
@@ -999,18 +1028,33 @@ def backward_rows(
     row_lse = tl.where(row_lse == NEG_INF, float("inf"), row_lse)
     tl.store(neg_lse + padded, row_lse * lse_factor)
     tl.store(neg_delta + padded, -delta)
-    if dq_sum is not None:
-        cols = tl.arange(0, BLOCK_D)
-        dq_ptrs = head_ptr(dq_sum, sequence, start, head) + rows.to(tl.int64)[:, None] * dq_sum.row_stride + cols[None, :]
-        tl.store(dq_ptrs, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=exists[:, None] & (cols < HEAD_DIM)[None, :])
+    tl.store(dq_sum + padded[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], tl.zeros((TILE_M, BLOCK_D), tl.float32))
 
 
 @triton.jit
-def backward_convert(dq_sum, dq, scale, count, BLOCK: tl.constexpr):
+def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(ROWS, BLOCK_D) from numbers as they lie in dq_sum: pieces of PIECE rows and columns, as `_add_piece` adds them.
+
+    In a piece lie 8 columns of all rows, and in these 16 rows of a warp, their numbers in the order of a wgmma's accumulators.
+    """
+    # row and column of the piece, 8 columns, warp, row of 8, pair of columns, first or second 8 rows, column of the pair
+    x = tl.reshape(x, (ROWS // PIECE, BLOCK_D // PIECE, PIECE // 8, 4, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 3, 6, 4, 1, 2, 5, 7)), (ROWS, BLOCK_D))
+
+
+@triton.jit(do_not_specialize=["scale", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
+def backward_convert(
+    dq_sum, dq, scale, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """dq = scale * dq_sum, in the dtype of dq."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < count
-    tl.store(dq + index, (tl.load(dq_sum + index, mask=mask) * scale).to(dq.dtype.element_ty), mask=mask)
+    at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
+    x = _unpack(tl.load(dq_sum + at.padded_begin * BLOCK_D + tl.arange(0, TILE_M * BLOCK_D)), TILE_M, BLOCK_D)
+    rows = at.row_begin + tl.arange(0, TILE_M)
+    cols = tl.arange(0, BLOCK_D)
+    exists = (rows < at.lengths.seqlen_q)[:, None] & (cols < HEAD_DIM)[None, :]
+    ptrs = head_ptr(dq, at.sequence, at.lengths.start_q, at.head) + rows.to(tl.int64)[:, None] * dq.row_stride + cols[None, :]
+    tl.store(ptrs, (x * scale).to(dq.ptr.dtype.element_ty), mask=exists)
 
 
 # ---- launch ----
@@ -1018,7 +1062,6 @@ def backward_convert(dq_sum, dq, scale, count, BLOCK: tl.constexpr):
 
 # Rows of a program of backward_rows
 ROW_TILE = 32
-CONVERT_BLOCK = 4096
 
 
 class Call(NamedTuple):
@@ -1035,6 +1078,7 @@ class Call(NamedTuple):
     # fp32, a number a row of each head of each sequence, or in a packed call of each head, padded: see `padded_rows`
     neg_lse: Any
     neg_delta: Any
+    # fp32, padded_dim numbers a row, of as many rows: see `_unpack`
     dq_sum: Any
     # see attention_backward
     counters: Any
@@ -1044,39 +1088,67 @@ class Call(NamedTuple):
 
 def launch(problem, configs, operands, out, lse, dout, dlse):
     """Run the kernels. configs: {"backward": BackwardConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
+    return bind(problem, configs)(operands, out, lse, dout, dlse)
+
+
+def bind(problem, configs):
+    """`launch` as a function of operands, out, lse, dout and dlse, for calls of one kind (see `Launches`)."""
     config = configs["backward"]
-    q, k, v = (tma_ready(x) for x in operands[:3])
-    operands = operands._replace(q=q, k=k, v=v)
-    call = allocate(problem, config, operands, out, lse, tma_ready(dout), dlse)
-    if q.numel() and k.numel():
-        others = (out, call.dout, lse, dlse, operands.rng_state)
-        key = (arguments.relaunch_key(problem, config, operands), *map(_described, others))
-        prepared = _prepared.get(key)
-        if prepared is None:
-            seen = key in _prepared
-            prepared = [launch_kernel(problem, config, call, seen) for launch_kernel in kernels(problem)]
-            _prepared[key] = prepared if all(prepared) else None
+    launches = Launches(partial(_launch_all, problem, config))
+    # Rows outside of every packed sequence are no kernel's.
+    allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
+    new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
+    all_ready = None
+
+    def call(operands, out, lse, dout, dlse):
+        nonlocal all_ready
+        q, k, v = operands[:3]
+        if all_ready is None:
+            all_ready = all(tma_ready(x) is x for x in (q, k, v, dout))
+        if not all_ready:
+            q, k, v, dout = (tma_ready(x) for x in (q, k, v, dout))
+            operands = operands._replace(q=q, k=k, v=v)
+        dq, dk, dv = allocate(q, k, v)
+        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, new_workspace(q)
+        if q.numel() and k.numel():
+            launches(*tensors)
         else:
-            for relaunch in prepared:
-                relaunch(call)
-    else:
-        for gradient in (call.dq, call.dk, call.dv):
-            gradient.zero_()
-        if q.numel():
-            launch_rows(problem, config, call, again=False)
-    return call.dq, call.dk, call.dv, sinks_gradient(operands.sinks, lse, _delta(problem, call))
+            _without_pairs(problem, config, tensors)
+        dsinks = None
+        if operands.sinks is not None:
+            dsinks = sinks_gradient(operands.sinks, lse, _delta(problem, _arrange(problem, config, tensors)))
+        return dq, dk, dv, dsinks
+
+    return call
 
 
-# By what the compiled kernels and their other arguments depend on: how to launch each again, None after the first call.
-_prepared = Remembered()
+def _launch_all(problem, config, launch, *tensors):
+    call = _arrange(problem, config, tensors)
+    for launch_kernel in kernels(problem):
+        launch_kernel(problem, config, call, launch)
 
 
-def _described(x):
-    return None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
+def _without_pairs(problem, config, tensors):
+    """No query or no key: TMA takes no empty tensor."""
+    call = _arrange(problem, config, tensors)
+    for gradient in (call.dq, call.dk, call.dv):
+        gradient.zero_()
+    if call.dq.numel():
+        launch_rows(problem, config, call)
+
+
+def _arrange(problem, config, tensors):
+    *operands, out, lse, dout, dlse, dq, dk, dv, workspace = tensors
+    operands = Operands(*operands)
+    dq_sum, neg_lse, neg_delta, counters, table = workspace.split(workspace_sizes(problem, config))
+    rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
+    table = table.view(torch.int32) if problem.varlen else None
+    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse[:rows], neg_delta[:rows], dq_sum,
+                counters.view(torch.int32), table)  # fmt: skip
 
 
 def kernels(problem):
-    """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and as in _launch."""
+    """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and what launches."""
     return (*([plan_keys] if problem.varlen else []), launch_rows, launch_main, launch_convert)
 
 
@@ -1087,21 +1159,13 @@ def padded_rows(problem):
     return triton.cdiv(rows, multiple) * multiple
 
 
-def allocate(problem, config, operands, out, lse, dout, dlse):
-    q, k, v = operands[:3]
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # Rows outside of every packed sequence are no kernel's.
-    make, make_like = (torch.zeros, torch.zeros_like) if problem.varlen else (torch.empty, torch.empty_like)
-    dk, dv = (make_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+def workspace_sizes(problem, config):
+    """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
-    neg_lse, neg_delta = lse.new_empty((2, rows)).unbind()
-    dq_sum = make(q.shape, dtype=torch.float32, device=q.device)
-    table = None
-    if problem.varlen:
-        table = torch.empty(schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch, dtype=torch.int32,
-                            device=q.device)  # fmt: skip
-    counters = torch.empty(num_counters(problem), dtype=torch.int32, device=q.device)
-    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse, neg_delta, dq_sum, counters, table)
+    table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
+    sizes = rows * padded_dim(problem.head_dim, 2), rows, rows, num_counters(problem), table
+    # Each begins at a multiple of 256 bytes.
+    return [triton.cdiv(size, 64) * 64 for size in sizes]
 
 
 def num_counters(problem):
@@ -1133,39 +1197,12 @@ def _delta(problem, call):
     return delta.view(problem.num_heads, padded_rows(problem))[:, padded]
 
 
-def _launch(kernel, grid, kernel_arguments, constexprs, num_warps, again, tensors, num_descriptors=0):
-    """Launch as Triton does; with `again` returns a function of a Call that does it again, or None without a GPU.
-
-    tensors: of a Call, those of the arguments: first of the descriptors, which come first, then the others in order.
-    """
-    compiled = kernel[grid](*kernel_arguments, **constexprs, num_warps=num_warps)
-    if not again or getattr(compiled, "function", None) is None:
-        return None
-    descriptors = tuple(rebased(x, None) for x in kernel_arguments[:num_descriptors])
-    rest = (*kernel_arguments[num_descriptors:], *(constexprs[name] for name in kernel.arg_names if name in constexprs))
-    prepared = Relaunch(compiled, (*grid, 1, 1), rest)
-
-    def relaunch(call):
-        given = tensors(call)
-        others = [x for x in given[num_descriptors:] if x is not None]
-        prepared.run(*map(rebased, descriptors, given), *prepared.fill(others))
-
-    return relaunch
-
-
-def launch_rows(problem, config, call, again):
+def launch_rows(problem, config, call, launch=launch_now):
     num_tiles = padded_rows(problem) // ROW_TILE
     grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
-
-    def tensors(call):
-        dq_sum = None if problem.varlen else call.dq_sum
-        return (call.out, call.dout, call.dlse, call.lse, call.neg_lse, call.neg_delta, dq_sum, call.counters,
-                *call.operands[3:7])  # fmt: skip
-
-    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, *packing = tensors(call)
     kernel_arguments = (
-        _rows(out), _rows(dout), None if dlse is None else _row_numbers(dlse), _row_numbers(lse), neg_lse, neg_delta,
-        None if dq_sum is None else _rows(dq_sum), counters, Packing(*packing), problem.batch, problem.seqlen_q,
+        _rows(call.out), _rows(call.dout), None if call.dlse is None else _row_numbers(call.dlse), _row_numbers(call.lse),
+        call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]), problem.batch, problem.seqlen_q,
         padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem),
         -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
@@ -1173,24 +1210,19 @@ def launch_rows(problem, config, call, again):
         "TILE_M": ROW_TILE, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_dim(problem.head_dim, 2), "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
     }  # fmt: skip
-    return _launch(backward_rows, grid, kernel_arguments, constexprs, 4, again, tensors)
+    launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
 
 
-def plan_keys(problem, config, call, again):
+def plan_keys(problem, config, call, launch):
     """The table of tiles of keys: `schedule.plan_packed` with queries and keys exchanged."""
-
-    def tensors(call):
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
-        # The last two stand for what other programs than the first, the only one here, would clear.
-        return call.table, cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q, call.dk, call.lse
-
-    table, *packing, dk, lse = tensors(call)
-    kernel_arguments = (table, Packing(*packing), dk, lse, problem.batch, max_key_tiles(problem, config), 0, 0, 0)
-    return _launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, 8, again,
-                   tensors)  # fmt: skip
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
+    # dk and lse stand for what other programs than the first, the only one here, would clear.
+    kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), call.dk, call.lse, problem.batch,
+                        max_key_tiles(problem, config), 0, 0, 0)  # fmt: skip
+    launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, num_warps=8)
 
 
-def launch_main(problem, config, call, again):
+def launch_main(problem, config, call, launch):
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     tile_m, half_n = config.tile_m, HALF_N.value
     operands = call.operands
@@ -1205,36 +1237,30 @@ def launch_main(problem, config, call, again):
     num_tiles = max_key_tiles(problem, config)
     batch_heads = problem.batch * problem.num_heads_kv
     num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
-
-    def tensors(call):
-        operands = call.operands
-        return (operands.q, call.dout, operands.k, operands.v, call.neg_lse, call.neg_delta, call.dq_sum, call.dk, call.dv,
-                call.counters, call.table, operands.alibi_slopes, operands.rng_state)  # fmt: skip
-
     kernel_arguments = (
         descriptor(operands.q, tile_m, block_d), descriptor(call.dout, tile_m, block_dv),
         descriptor(operands.k, half_n, block_d), descriptor(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m),
-        row_descriptor(call.neg_delta, tile_m), descriptor(call.dq_sum, tile_m, config.dq_columns),
-        descriptor(call.dk, half_n, block_d), descriptor(call.dv, half_n, block_dv), call.counters, call.table,
+        row_descriptor(call.neg_delta, tile_m),
+        descriptor(call.dk, half_n, block_d), descriptor(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
         problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config, num_tiles), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
-        "DQ_COLUMNS": config.dq_columns, "DQ_STAGES": config.dq_stages, "BY_ROWS": config.by_rows,
-        "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0, "DETERMINISTIC": problem.deterministic,
-        "REGISTERS": config.registers,
+        "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
+        "DETERMINISTIC": problem.deterministic, "REGISTERS": config.registers,
     }  # fmt: skip
-    return _launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, 4, again,
-                   tensors, 9)  # fmt: skip
+    launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
 
-def launch_convert(problem, config, call, again):
-    count = call.dq.numel()
-    kernel_arguments = call.dq_sum, call.dq, float(problem.softmax_scale), count
-    return _launch(backward_convert, (triton.cdiv(count, CONVERT_BLOCK),), kernel_arguments, {"BLOCK": CONVERT_BLOCK}, 8, again,
-                   lambda call: (call.dq_sum, call.dq))  # fmt: skip
+def launch_convert(problem, config, call, launch):
+    num_tiles = padded_rows(problem) // PIECE.value
+    grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
+    kernel_arguments = (call.dq_sum, _rows(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]), problem.batch,
+                        problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
+    constexprs = {"TILE_M": PIECE.value, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
+    launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
 def heads_in_groups(problem, config, num_tiles):

@@ -20,9 +20,6 @@ class BackwardConfig(TileConfig):
     by_rows: bool = True
     dout_stages: int = 2
     dscores_stages: int = 2
-    # columns of one dq product, and fp32 buffers of tile_m by that many columns
-    dq_columns: int = 64
-    dq_stages: int = 2
     # of a thread of the two computing partitions
     registers: int = 208
     # one to a multiprocessor
@@ -35,8 +32,8 @@ class BackwardConfig(TileConfig):
 #   64: dq in halves 497; loads by dq's partition 490; 64 queries a tile 430
 #   256: 1 buffer of dq and 2 stages of dout 387; 2 buffers of p and dscores 392
 CONFIGS = {
-    64: BackwardConfig(128, 128, 16, 3, dq_stages=1, registers=192),
-    128: BackwardConfig(64, 128, 16, 3),
+    64: BackwardConfig(128, 128, 16, 3),
+    128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
 

@@ -13,7 +13,11 @@ i+1 is loaded before V of step i, also from one tile to the next); a step is a k
 Key tiles go from the last to the first, so that the one that a causal mask cuts is the first of a consumer, outside the loop.
 At the end of a tile a consumer starts the first scores of its next tile with its last product, does that first softmax, and
 only then writes out. Steps that only other consumers need are handed back unused. Consumers take turns in issuing products,
-so that the softmax of one runs under the products of another.
+so that the softmax of one runs under the products of another; the turn goes through barriers of the hardware.
+
+Head dim 256: shared memory is what runs short, its bandwidth and its size. The left half of the queries is an operand in
+registers, so q kᵀ reads less of it. The buffer of the left half is free once it is read, and takes the left half of out at
+the end of the tile before; the right half leaves through that of its own queries.
 
 Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program that is free first (an atomic counter in global
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
@@ -22,15 +26,30 @@ its tiles, which a small kernel writes before (`schedule.plan_packed`).
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
 and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
 
-What limits it (counters beside FA3's in benchmarks/results/nvidia-h200/forward-counters.json; times in paper.json):
+What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json, both from
+before turns through barriers of the hardware and queries in registers, which are below):
 - long sequences: the tensor pipe, active 80% of the cycles at head dim 128 and 88% at 256 (8192 keys, causal), and then the
-  power limit (1.5 to 1.6 GHz). FA3 has 86% and 95% with 7% and 16% fewer instructions: our arrivals each come after a barrier
-  of 128 threads, and at head dim 256 it takes key tiles of 80, which Gluon's powers of two do not allow (64 read 128 bytes a
-  clock from shared memory for q kᵀ). That is its lead of up to 8% and 15%.
-- short and causal: the border between tiles, about 5000 clocks (head dim 128, 512 keys: tensor pipe 47%, FA3's 49%).
+  power limit (1.5 to 1.6 GHz). FA3 has 86% and 95%.
+- ptxas moves the wait for p v above the exponentials, so that they do not run under it, but only under the products of other
+  consumers: 1024 clocks at head dim 128, of which the chain of a softmax is about 750.
+- shared memory at head dim 256, by arithmetic: a step of 64 keys takes 2048 clocks of the tensor pipe, and 2048 of 128 bytes
+  from shared memory (1792 with half of the queries in registers; with FA3's tiles of 80 keys, which Gluon's powers of two do
+  not allow, 95% of its clocks).
+- the border between tiles: by the times at 512 and 8192 keys 1 (full) and 1.35 (causal) steps of 128 keys at head dim 128.
+- causal, head dim 256, from 4096 keys on: 0.9 of FA3 or a little more, where full calls are at or above it; why is not known.
 - head dim 64: exponentials take as long as products.
 
-Tried (H200, bf16, 16k tokens, TFLOP/s, interleaved in one run; not recorded under benchmarks/results):
+What helped (H200, bf16, 16k tokens, TFLOP/s, before to after in single runs, not recorded under benchmarks/results; in brackets
+cuDNN and FA3 beside it, each once):
+- turns by bar.sync and bar.arrive instead of an mbarrier, whose arrival waits for 128 threads first. Head dim 128: 8192 keys
+  641 to 673 (608, 678), causal 606 to 637 (516, 671). Head dim 64: 8192 keys 517 to 540, causal 1024 keys 354 to 361.
+- head dim 256, these turns, half of the queries in registers, and two tiles of queries in halves instead of three for two
+  consumers, so that no consumer waits for the store of another: 8192 keys 686 to 726 (624, 718), causal 615 to 634, causal
+  512 keys 333 to 368 (340, 336).
+- head dim 256, p v as four products beside that, the turn passed before the last: causal 8192 keys 634 to 655 (540, 720). At
+  head dim 128 equal, at 64 3% slower; as two products at head dim 256 half of it.
+
+Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
   instead of 353. An addition an element, in the one tile that nothing hides.
 - tiles dealt in a fixed order instead of by the counter: causal 2048 keys, head dim 128 / 256: 505 / 503 instead of 535 /
@@ -39,18 +58,22 @@ Tried (H200, bf16, 16k tokens, TFLOP/s, interleaved in one run; not recorded und
 - the counter asked with a scalar atomic at the last step (instead of a tensor atomic that nothing waits for): causal 512
   keys, head dim 64 / 128 / 256: 184 / 272 / 327 instead of 212 / 309 / 338; two steps before the end instead of one: no
   change.
-- l2_bytes of 4, 8, 12, 20, 30 MiB: within 3% from 2048 keys on; 80 MiB slower; at 512 keys 4 MiB is 6% slower than 20.
+- l2_bytes of 4, 8, 12, 20, 30, 40 MiB: within 3% from 2048 keys on; 80 MiB slower; at 512 keys 4 MiB is 6% slower than 20.
 - head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096; 2 consumers of
   128 keys are slower than 4 at 512 and 1024 keys (209 / 267, 312 / 364 causal).
-- without turns, 512 keys: equal.
+- without turns: at head dim 128 equal (8192 keys 669 and 673, causal 636 and 638); with half of the queries in registers at
+  head dim 256, in another run: 628 instead of 749.
+- the wait for p v held below the exponentials by a branch (the wait for the next values): 2 to 12% slower at all head dims;
+  the turn passed between q kᵀ and p v beside that: equal to it.
+- half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
+  head dim 64 it does not fit, and ptxas serialises (C7512).
+- head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
 - (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim): equal counters; up to 5% at 8192 keys.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
 """
 
 from typing import Any, NamedTuple
-
-import torch
 
 from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.compat import (
@@ -68,19 +91,17 @@ from flashtile.device.compat import (
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
-from flashtile.hopper.arguments import (
-    Relaunch,
-    allocate_forward,
-    forward_arguments,
-    plan_packed_arguments,
-    relaunch_key,
-)
+from flashtile.hopper.arguments import bind_forward
 
 # Query rows of a consumer: what one wgmma of 4 warps holds.
 ROWS = gl.constexpr(64)
 TILE_SLOTS = gl.constexpr(2)
 # Rows of a packed tensor as its TMA descriptor sees it; arguments.PACKED_ROWS.
 PACKED_ROWS = gl.constexpr(2**30)
+# One of the hardware's 16 barriers a consumer, of those that Triton leaves alone: it counts 128 threads that pass the turn and
+# 128 that wait for it.
+_WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
+_PASS_TURN = gl.constexpr(tuple(f"bar.arrive {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -102,7 +123,6 @@ class Ring(NamedTuple):
     v_free: Any
     tile_ready: Any
     tile_free: Any
-    turn: Any
 
 
 class Part(NamedTuple):
@@ -207,21 +227,33 @@ def _place(batch, start, length, row, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr):
+def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
     mbarrier.expect(ready, desc.block_type.nbytes)
     if PACKED:
-        tma_load(desc, [PACKED_ROWS, place, head, row, 0], ready, slot_smem)
+        tma_load(desc, [PACKED_ROWS, place, head, row, COL], ready, slot_smem)
     else:
-        tma_load(desc, [place, head, row, 0], ready, slot_smem)
+        tma_load(desc, [place, head, row, COL], ready, slot_smem)
 
 
 @gluon.jit
-def _load_q(q_desc, ring, index, part, lengths, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
+def _q_slots(index, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    """Slots and phases of a consumer's queries of the program's index-th tile, and of their left half where it is apart."""
+    slot, phase = _slot(index, 2)
+    return slot * NUM_CONSUMERS + CONSUMER, phase, 2 * NUM_CONSUMERS + CONSUMER, index & 1
+
+
+@gluon.jit
+def _load_q(q_desc, ring, index, part, lengths, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
             PACKED: gl.constexpr):  # fmt: skip
-    slot, phase = _slot(index * NUM_CONSUMERS + CONSUMER, Q_SLOTS)
+    """Queries of a consumer; with SPLIT_Q q_desc is of half of their columns."""
+    slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
+    COL: gl.constexpr = q_desc.block_type.shape[-1] if SPLIT_Q else 0
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * ROWS, PACKED)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
-    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, part.head, row, PACKED)
+    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, part.head, row, PACKED, COL)
+    if SPLIT_Q:
+        mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
+        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, part.head, row, PACKED)
 
 
 @gluon.jit
@@ -249,40 +281,27 @@ def _answer(numbers):
 
 @gluon.jit
 def _load_step(
-    q_desc, k_desc, v_desc, ring, step, i, late, index, part, lengths, kv_head, k_place, first_row, v_place, v_head, v_row,
-    TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr, EARLY: gl.constexpr,
-    PACKED: gl.constexpr,
+    k_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N: gl.constexpr,
+    NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Keys of the i-th step of a tile, and the values of the step before: v_place, v_head, v_row before the first."""
     k_row = first_row - i * TILE_N
     _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, NUM_STAGES, PACKED)
-    # A late slot is free when consumer 0 has had its first keys of this tile, and the values before them. The values of this
-    # tile may need, in turn, that the queries are there.
-    if EARLY < NUM_CONSUMERS:
-        if (i == late) & (i > 0):
-            for consumer in gl.static_range(EARLY, NUM_CONSUMERS):
-                _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
     if step + i > 0:
         place = gl.where(i > 0, k_place, v_place)
         head = gl.where(i > 0, kv_head, v_head)
         row = gl.where(i > 0, k_row + TILE_N, v_row)
         _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step + i - 1, place, head, row, NUM_STAGES, PACKED)
-    if EARLY < NUM_CONSUMERS:
-        if (i == late) & (i == 0):
-            for consumer in gl.static_range(EARLY, NUM_CONSUMERS):
-                _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
 
 
 @gluon.jit
 def _load(
     q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
     TILE_M: gl.constexpr = ROWS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
-    # With too few slots for two tiles, the last queries wait for a slot of the tile before.
-    EARLY: gl.constexpr = NUM_CONSUMERS if Q_SLOTS >= 2 * NUM_CONSUMERS else Q_SLOTS - NUM_CONSUMERS
     index = 0
     step = 0
     v_place = 0
@@ -292,22 +311,21 @@ def _load(
     _publish(ring, part, lengths, index, PACKED)
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
-        late = part.end - _consumer_part(part, lengths, window, TILE_N, 0).end
-        for consumer in gl.static_range(EARLY):
-            _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, Q_SLOTS, PACKED)
+        for consumer in gl.static_range(NUM_CONSUMERS):
+            _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
         k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
         steps = part.end - part.begin
         for i in range(steps - 2):
-            _load_step(q_desc, k_desc, v_desc, ring, step, i, late, index, part, lengths, kv_head, k_place, first_row, v_place,
-                       v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+            _load_step(k_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N, NUM_STAGES,
+                       PACKED)  # fmt: skip
         # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
         numbers = _ask_next(counter)
         if steps > 1:
-            _load_step(q_desc, k_desc, v_desc, ring, step, steps - 2, late, index, part, lengths, kv_head, k_place, first_row,
-                       v_place, v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+            _load_step(k_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
+                       NUM_STAGES, PACKED)  # fmt: skip
         next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
-        _load_step(q_desc, k_desc, v_desc, ring, step, steps - 1, late, index, part, lengths, kv_head, k_place, first_row,
-                   v_place, v_head, v_row, TILE_N, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, EARLY, PACKED)  # fmt: skip
+        _load_step(k_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
+                   NUM_STAGES, PACKED)  # fmt: skip
         v_place = k_place
         v_head = kv_head
         v_row = first_row - (steps - 1) * TILE_N
@@ -326,34 +344,61 @@ def _load(
 
 
 @gluon.jit
-def _wait_turn(ring, step, CONSUMER: gl.constexpr, TAKE_TURNS: gl.constexpr, pred=True):
-    if TAKE_TURNS:
-        mbarrier.wait(ring.turn.index(CONSUMER), step & 1, pred=pred)
+def _wait_turn(CONSUMER: gl.constexpr, pred=True):
+    """Wait until the consumer before this one has started its products."""
+    if pred:
+        nothing = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        gl.inline_asm_elementwise(_WAIT_TURN[CONSUMER], "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _pass_turn(ring, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, TAKE_TURNS: gl.constexpr, pred=True):
-    if TAKE_TURNS:
-        mbarrier.arrive(ring.turn.index((CONSUMER + 1) % NUM_CONSUMERS), count=1, pred=pred)
+def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):
+    if pred:
+        nothing = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+        gl.inline_asm_elementwise(_PASS_TURN[(CONSUMER + 1) % NUM_CONSUMERS], "=r,r", [nothing], dtype=gl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
-def _start_scores(ring, q, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Start q kᵀ of a step; its keys must be there."""
+def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
+    """The left half of the queries, as an operand in registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
-    BLOCK_D: gl.constexpr = q.shape[1]
+    mbarrier.wait(ring.q_ready.index(left), phase, pred=pred)
+    q = ring.q_smem.index(left).reshape([ROWS, ring.q_smem.shape[-1]])
+    return q.load(gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _start_scores(ring, q_slot, q_left, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Start q kᵀ of a step; its keys must be there. q_left: left half of q, and the slot has the right one; None: all of it."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
+    COLS: gl.constexpr = ring.q_smem.shape[-1]
+    q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
     k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
     nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
-    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if q_left is None:
+        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        raw = warpgroup_mma(q_left, k.slice(0, COLS, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(q, k.slice(COLS, COLS, dim=1).permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
-def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Wait for the values of a step, and start acc + p v."""
+def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr,
+                  CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
+    """Wait for the values of a step, start acc + p v, and pass the turn: before the last of VALUE_PARTS products, after one."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.v_ready.index(slot), phase)
     v = ring.v_smem.index(slot).reshape([TILE_N, acc.shape[1]])
-    return warpgroup_mma(p, v, acc, is_async=True)
+    PART: gl.constexpr = TILE_N // VALUE_PARTS
+    for i in gl.static_range(VALUE_PARTS):
+        if i > 0 and i == VALUE_PARTS - 1:
+            _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
+        acc = warpgroup_mma(p[i], v.slice(i * PART, PART, dim=0), acc, is_async=True)
+    if VALUE_PARTS == 1:
+        _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
+    return acc
 
 
 @gluon.jit
@@ -370,9 +415,24 @@ def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.
 
 
 @gluon.jit
-def _as_operand(p, ring, acc_layout: gl.constexpr):
-    """p as the left operand of p v, in the dtype of v."""
-    return gl.convert_layout(p.to(ring.v_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+def _halves(x):
+    """Left and right columns of x; every element stays in its register."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _as_operands(p, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
+    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    p = p.to(ring.v_smem.dtype)
+    if VALUE_PARTS == 1:
+        return (gl.convert_layout(p, layout),)
+    else:
+        left, right = _halves(p)
+        first, second = _halves(left)
+        third, fourth = _halves(right)
+        return (gl.convert_layout(first, layout), gl.convert_layout(second, layout), gl.convert_layout(third, layout),
+                gl.convert_layout(fourth, layout))  # fmt: skip
 
 
 @gluon.jit
@@ -382,36 +442,34 @@ def _per_row(x, acc_layout: gl.constexpr):
 
 @gluon.jit
 def _absorb_tile(
-    ring, q, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
+    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
     TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    TAKE_TURNS: gl.constexpr, MASKED: gl.constexpr,
+    VALUE_PARTS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
     acc_layout: gl.constexpr = acc.type.layout
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
-    _wait_turn(ring, step, CONSUMER, TAKE_TURNS)
-    raw = _start_scores(ring, q, step, TILE_N, NUM_STAGES)
-    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES)
-    _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
-    raw = warpgroup_mma_wait(1, deps=[raw])
+    _wait_turn(CONSUMER)
+    raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
+    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS)
+    raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, acc * _per_row(correction, acc_layout), _as_operand(p, ring, acc_layout)
+    return state, acc * _per_row(correction, acc_layout), _as_operands(p, ring, acc_layout, VALUE_PARTS)
 
 
 @gluon.jit
-def _skip_keys(ring, step, count, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-               TAKE_TURNS: gl.constexpr):  # fmt: skip
+def _skip_keys(ring, step, count, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     """Hand the keys of `count` steps back. Each must have come, or the arrival would count for the fill before."""
     for i in range(step, step + count):
         slot, phase = _slot(i, NUM_STAGES)
         mbarrier.wait(ring.k_ready.index(slot), phase)
-        _wait_turn(ring, i, CONSUMER, TAKE_TURNS)
-        _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+        _wait_turn(CONSUMER)
+        _pass_turn(CONSUMER, NUM_CONSUMERS)
         mbarrier.arrive(ring.k_free.index(slot), count=1)
 
 
@@ -424,10 +482,29 @@ def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, PACKED: gl.constexpr):
-    """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end."""
+def _start_store(out_desc, buffer, place, head, row, COL: gl.constexpr, PACKED: gl.constexpr):
+    if PACKED:
+        tma_store(out_desc, [PACKED_ROWS, place, head, row, COL], buffer)
+    else:
+        tma_store(out_desc, [place, head, row, COL], buffer)
+
+
+@gluon.jit
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, PACKED: gl.constexpr):
+    """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
+
+    left: slot for the left half of out, and the other has the right one; None: all of it.
+    """
+    COLS: gl.constexpr = out_desc.block_type.shape[-1]
+    out = acc.to(ring.v_smem.dtype)
     buffer = ring.out_smem.index(slot)
-    buffer.reshape([ROWS, acc.shape[1]]).store(acc.to(ring.v_smem.dtype))
+    if left is None:
+        buffer.reshape([ROWS, COLS]).store(out)
+    else:
+        out_left, out_right = _halves(out)
+        left_buffer = ring.out_smem.index(left)
+        left_buffer.reshape([ROWS, COLS]).store(out_left)
+        buffer.reshape([ROWS, COLS]).store(out_right)
     rows = part.row_begin + gl.arange(0, ROWS, row_lse.type.layout)
     if PACKED:
         head_lse = lse + part.head.to(gl.int64) * lse_stride + lengths.start_q
@@ -437,26 +514,26 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
-    if PACKED:
-        tma_store(out_desc, [PACKED_ROWS, place, part.head, row, 0], buffer)
+    if left is None:
+        _start_store(out_desc, buffer, place, part.head, row, 0, PACKED)
     else:
-        tma_store(out_desc, [place, part.head, row, 0], buffer)
+        _start_store(out_desc, left_buffer, place, part.head, row, 0, PACKED)
+        _start_store(out_desc, buffer, place, part.head, row, COLS, PACKED)
 
 
 @gluon.jit
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks,
-    TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
-    NUM_STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
-    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, MASK_FIRST: gl.constexpr,
+    MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
-    BLOCK_D: gl.constexpr = ring.q_smem.shape[-1]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    # Without room for the queries of two tiles, the next queries come late, and the turn must not wait for them.
-    LATE_Q: gl.constexpr = Q_SLOTS < 2 * NUM_CONSUMERS
     scale_log2 = scores.scale_log2(score_params)
 
+    if CONSUMER == NUM_CONSUMERS - 1:
+        _pass_turn(CONSUMER, NUM_CONSUMERS)
     whole, lengths = _receive(ring, lengths, 0, PACKED)
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
@@ -464,23 +541,26 @@ def _compute(
     slope = scores.load_slope(score_params, part.batch, part.head)
     # Steps before the first of this tile whose values are still to be handed back
     skipped = whole.end - part.end
-    _skip_keys(ring, 0, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+    _skip_keys(ring, 0, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     step = skipped
     slot, phase = _slot(step, NUM_STAGES)
-    mbarrier.wait(ring.q_ready.index(CONSUMER), 0, pred=some)
+    q_slot, q_phase, left, left_phase = _q_slots(0, CONSUMER, NUM_CONSUMERS)
+    mbarrier.wait(ring.q_ready.index(q_slot), q_phase, pred=some)
+    q_left = None
+    if SPLIT_Q:
+        q_left = _load_left(ring, left, left_phase, TILE_N, some)
+        mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
-    _wait_turn(ring, step, CONSUMER, TAKE_TURNS, some)
-    raw = _start_scores(ring, ring.q_smem.index(CONSUMER).reshape([ROWS, BLOCK_D]), step, TILE_N, NUM_STAGES)
-    _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, some)
+    _wait_turn(CONSUMER, some)
+    raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
+    _pass_turn(CONSUMER, NUM_CONSUMERS, some)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
     state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
-    p = _as_operand(p, ring, acc_layout)
+    p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
     index = 0
     while whole.end > 0:
-        q_slot = (index * NUM_CONSUMERS + CONSUMER) % Q_SLOTS
-        q = ring.q_smem.index(q_slot).reshape([ROWS, BLOCK_D])
         _skip_values(ring, step - skipped, skipped, NUM_STAGES)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
         # step of key tile n is last_step - n
@@ -490,22 +570,22 @@ def _compute(
             unmasked_end = part.full_end
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
-                    ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
-                    NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, True,
+                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
+                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
             unmasked_begin = gl.minimum(part.full_begin, unmasked_end)
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
-                ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
-                NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, False,
+                ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
+                TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
-                    ring, q, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params, TILE_N,
-                    NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, True,
+                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
+                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -518,27 +598,28 @@ def _compute(
         skipped = part.begin - whole.begin
         if more:
             skipped += next_whole.end - next_part.end
-        _skip_keys(ring, last_step + 1, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS, TAKE_TURNS)
+        _skip_keys(ring, last_step + 1, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
         step = last_step + 1 + skipped
         slot, phase = _slot(step, NUM_STAGES)
-        next_q_slot, q_phase = _slot(index * NUM_CONSUMERS + CONSUMER, Q_SLOTS)
-        _wait_turn(ring, step, CONSUMER, TAKE_TURNS, more)
-        if LATE_Q:
-            _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, more)
+        next_q_slot, q_phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
+        _wait_turn(CONSUMER, more)
         mbarrier.wait(ring.q_ready.index(next_q_slot), q_phase, pred=more)
+        if SPLIT_Q:
+            q_left = _load_left(ring, left, left_phase, TILE_N, more)
         mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
-        raw = _start_scores(ring, ring.q_smem.index(next_q_slot).reshape([ROWS, BLOCK_D]), step, TILE_N, NUM_STAGES)
-        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES)
-        if not LATE_Q:
-            _pass_turn(ring, CONSUMER, NUM_CONSUMERS, TAKE_TURNS, more)
-        raw = warpgroup_mma_wait(1, deps=[raw])
+        raw = _start_scores(ring, next_q_slot, q_left, step, TILE_N, NUM_STAGES)
+        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS,
+                                more)  # fmt: skip
+        raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
+            if SPLIT_Q:
+                mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
         next_state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
-        p = _as_operand(p, ring, acc_layout)
+        p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
         if OWN_OUT:
             tma_store_wait(0)
         acc = warpgroup_mma_wait(0, deps=[product])
@@ -548,10 +629,12 @@ def _compute(
             acc = acc * _per_row(correction, acc_layout)
         inverse, row_lse = softmax.finish(state)
         _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
-               CONSUMER if OWN_OUT else q_slot, PACKED)  # fmt: skip
+               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
+            mbarrier.arrive(ring.q_free.index(left), count=1)
+        q_slot = next_q_slot
         state = next_state
         slope = next_slope
         whole = next_whole
@@ -574,25 +657,22 @@ def _allocate_slots(desc, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr, NUM_STAGES: gl.constexpr,
-              TAKE_TURNS: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+              OWN_OUT: gl.constexpr):  # fmt: skip
+    Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
     q_smem = _allocate_slots(q_desc, Q_SLOTS)
     if OWN_OUT:
         out_smem = _allocate_slots(out_desc, NUM_CONSUMERS)
     else:
         out_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = Ring(
+    return Ring(
         q_smem, _allocate_slots(k_desc, NUM_STAGES), _allocate_slots(v_desc, NUM_STAGES), out_smem, tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, TILE_SLOTS), _allocate_barriers(NUM_CONSUMERS, TILE_SLOTS),
-        _allocate_barriers(1, NUM_CONSUMERS),
     )  # fmt: skip
-    if TAKE_TURNS:
-        mbarrier.arrive(ring.turn.index(0), count=1)
-    return ring
 
 
 @gluon.jit(do_not_specialize=[
@@ -601,9 +681,9 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, Q_S
 def attention_forward(
     q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
-    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, TAKE_TURNS: gl.constexpr, MASK_FIRST: gl.constexpr,
-    MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
@@ -616,77 +696,43 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, OWN_OUT)
+    ring = _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     Q_SLOTS, NUM_STAGES)),
+                     SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     Q_SLOTS, NUM_STAGES)),
+                     SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     Q_SLOTS, NUM_STAGES)),
+                     SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, Q_SLOTS, NUM_STAGES, TAKE_TURNS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
 def launch(problem, config, operands):
     """Run the kernel. config: HopperConfig. Returns out and lse as `flashtile.attention` describes them."""
-    out, lse = allocate_forward(problem, operands)
-    if problem.seqlen_k == 0 or lse.numel() == 0:
-        return _without_keys(out, lse, operands.sinks)
-    key = relaunch_key(problem, config, operands)
-    prepared = _prepared.get(key)
-    if prepared is not None:
-        prepared.launch(problem, config, operands, out, lse)
-        return out, lse
-    plan, table = (), None
-    if problem.varlen:
-        arguments, constexprs, grid = plan_packed_arguments(problem, config, operands, out, lse)
-        table = arguments[0]
-        plan = schedule.plan_packed[grid](*arguments, **constexprs, num_warps=8), grid
-    arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table)
-    compiled = attention_forward[grid](*arguments, **constexprs, num_warps=4)
-    if out.is_cuda:
-        if len(_prepared) >= MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = Relaunch(compiled, grid, arguments, constexprs, *plan)
-    return out, lse
-
-
-# By relaunch_key: kernels that have run, with the arguments that stay the same.
-_prepared = {}
-MAX_PREPARED = 4096
-
-
-def _without_keys(out, lse, sinks):
-    """What rows have that see nothing: TMA takes no empty tensor."""
-    out.zero_()
-    if sinks is None:
-        lse.fill_(float("-inf"))
-    else:
-        lse.copy_(sinks.to(torch.float32)[:, None].expand_as(lse))
-    return out, lse
+    return bind_forward(attention_forward, problem, config)(operands)

@@ -41,16 +41,16 @@ def configs(problem, device, direction) -> dict:
     return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
 
 
-def run_forward(problem, configs, operands):
+def bind_forward(problem, configs):
     from flashtile.portable import forward
 
-    return forward.launch(problem, configs["forward"], operands)
+    return forward.bind(problem, configs["forward"])
 
 
-def run_backward(problem, configs, operands, out, lse, dout, dlse):
+def bind_backward(problem, configs):
     from flashtile.portable import backward
 
-    return backward.launch(problem, configs, operands, out, lse, dout, dlse)
+    return backward.bind(problem, configs)
 
 
 def bind_decode(problem, configs, operands):
@@ -63,12 +63,13 @@ def compile_jobs(problem, configs, operands, direction) -> list:
     """Functions that each compile one kernel, and run it once on memory of no meaning."""
     from functools import partial
 
+    from flashtile.outputs import forward_outputs
     from flashtile.portable import arguments, backward, forward
 
     if direction == "forward":
         return [partial(forward.launch, problem, configs["forward"], operands)]
     common = arguments.common_arguments(problem, operands)
-    dout, lse = arguments.allocate_forward(problem, operands)
+    dout, lse = forward_outputs(problem, cleared=False)(operands.q)
     return [
         partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None),
         partial(backward.launch_dkdv, problem, configs["dkdv"], common, operands, lse, lse, dout),

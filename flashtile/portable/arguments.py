@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
-
 from flashtile.device.cache import CacheLayout
 from flashtile.device.dropout import Dropout
 from flashtile.device.lengths import Packing
@@ -61,27 +59,3 @@ def common_arguments(problem, operands) -> CommonArguments:
         "BLOCK_DV": padded_dim(problem.head_dim_v, problem.dtype.itemsize), "WIDE": problem.wide_rows,
     }  # fmt: skip
     return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)
-
-
-def launch_key(problem, operands, *others):
-    """What compiled kernels and their arguments depend on, beside the data; pointers that are multiples of 16 among it.
-
-    others: further tensors of the call, or None.
-    """
-    q, k, v = operands[:3]
-    q_ptr, k_ptr, v_ptr = q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16
-    key = problem, q.device.index, q.stride(), k.stride(), v.stride(), q_ptr, k_ptr, v_ptr
-    if problem.varlen or problem.has_alibi or problem.has_sinks or problem.dropout_p:
-        others += operands[3:]
-    for x in others:
-        key += (None,) if x is None else (x.dtype, x.stride(), x.data_ptr() % 16)
-    return key
-
-
-def allocate_forward(problem, operands):
-    """out and lse, uninitialised where the kernel writes every row, else as an empty row has them."""
-    q, v = operands.q, operands.v
-    out_shape = (*q.shape[:-1], v.shape[-1])
-    if problem.varlen:
-        return q.new_zeros(out_shape), q.new_full(problem.lse_shape, float("-inf"), dtype=torch.float32)
-    return q.new_empty(out_shape), q.new_empty(problem.lse_shape, dtype=torch.float32)

@@ -17,7 +17,7 @@ dim 256: 2.4 to 2.7; with two stages instead of three: 1.00 to 1.25 at head dim 
 Source: Dao 2023, FlashAttention-2, algorithm 2.
 """
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import triton
@@ -25,12 +25,14 @@ import triton.language as tl
 
 from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores
-from flashtile.device.launch import Relaunch, Remembered, first_launch
+from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, store_tile
 from flashtile.gradients import sinks_gradient
-from flashtile.portable.arguments import common_arguments, launch_key, rows_of
+from flashtile.outputs import gradients
+from flashtile.portable.arguments import common_arguments, rows_of
+from flashtile.problem import Operands
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
@@ -214,82 +216,72 @@ def attention_dq(
         )
 
 
-def launch(problem, configs, operands, out, lse, dout, dlse):
-    """Run the three kernels. configs: {"delta", "dkdv", "dq": TileConfig}. Returns dq, dk, dv, dsinks (None without sinks)."""
-    key = launch_key(problem, operands, out, lse, dout, dlse), *configs.values()
-    relaunch = _launched.get(key)
-    if relaunch is not None:
-        delta, dq, dk, dv = (_allocate_like(x, problem) for x in (lse, *operands[:3]))
-        packing = [x for x in operands[3:7] if x is not None]
-        rest = [x for x in (*packing, operands.alibi_slopes, operands.rng_state) if x is not None]
-        inputs = *operands[:3], dout, lse, delta
-        relaunch.delta(out, dout, *([] if dlse is None else [dlse]), delta, *packing)
-        relaunch.dkdv(*inputs, dk, dv, *rest)
-        relaunch.dq(*inputs, dq, *rest)
-    else:
-        common = common_arguments(problem, operands)
-        again = key in _launched
-        delta, delta_again = launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, again)
-        dk, dv, dkdv_again = launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, again)
-        dq, dq_again = launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, again)
-        relaunches = delta_again, dkdv_again, dq_again
-        _launched[key] = None if None in relaunches else _Again(*relaunches)
-    return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
+def bind(problem, configs):
+    """The three kernels as a function of operands, out, lse, dout, dlse, for calls of one kind (see `Launches`).
+
+    configs: {"delta", "dkdv", "dq": TileConfig}. It returns dq, dk, dv, dsinks (None without sinks).
+    """
+    launches = Launches(partial(_start, problem, configs))
+    allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
+
+    def call(operands, out, lse, dout, dlse):
+        dq, dk, dv = allocate(*operands[:3])
+        delta = _allocate_like(lse, problem)
+        launches(*operands, out, lse, dout, dlse, delta, dq, dk, dv)
+        return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
+
+    return call
 
 
-class _Again(NamedTuple):
-    delta: Relaunch
-    dkdv: Relaunch
-    dq: Relaunch
+def _start(problem, configs, launch, *tensors):
+    *operands, out, lse, dout, dlse, delta, dq, dk, dv = tensors
+    operands = Operands(*operands)
+    common = common_arguments(problem, operands)
+    launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
+    launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, (dk, dv), launch)
+    launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, dq, launch)
 
 
-# By launch_key and configs
-_launched = Remembered()
-
-
-def launch_delta(problem, config, common, out, lse, dout, dlse, again=False):
-    """(delta, of the shape of lse; its Relaunch or None)."""
-    delta = _allocate_like(lse, problem)
+def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, launch=launch_now):
+    """Write delta, of the shape of lse. The outputs of this and the next two functions are made where they are not given."""
+    delta = _allocate_like(lse, problem) if delta is None else delta
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     arguments = (
         rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
         common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "WIDE")}
-    grid = num_tiles * problem.num_heads * problem.batch
-    return delta, _launch(attention_delta, grid, arguments, {"TILE_M": config.tile_m, **constexprs}, config, again)
+    _launch(launch, attention_delta, num_tiles * problem.num_heads * problem.batch, arguments,
+            {"TILE_M": config.tile_m, **constexprs}, config)  # fmt: skip
 
 
-def launch_dkdv(problem, config, common, operands, lse, delta, dout, again=False):
-    """(dk and dv, of the shapes of k and v, contiguous; their Relaunch or None)."""
-    dk, dv = _allocate_like(operands.k, problem), _allocate_like(operands.v, problem)
+def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=None, launch=launch_now):
+    """Write dk and dv, of the shapes of k and v, contiguous."""
+    dk, dv = outputs or (_allocate_like(x, problem) for x in operands[1:3])
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     arguments = (
         *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.score_params,
         common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    grid = num_tiles * problem.num_heads_kv * problem.batch
-    return dk, dv, _launch(attention_dkdv, grid, arguments, constexprs, config, again)
+    _launch(launch, attention_dkdv, num_tiles * problem.num_heads_kv * problem.batch, arguments, constexprs, config)
 
 
-def launch_dq(problem, config, common, operands, lse, delta, dout, again=False):
-    """(dq, of the shape of q, contiguous; its Relaunch or None)."""
-    dq = _allocate_like(operands.q, problem)
+def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, launch=launch_now):
+    """Write dq, of the shape of q, contiguous."""
+    dq = _allocate_like(operands.q, problem) if dq is None else dq
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     arguments = (
         *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.score_params,
         common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    return dq, _launch(attention_dq, num_tiles * problem.num_heads * problem.batch, arguments, constexprs, config, again)
+    _launch(launch, attention_dq, num_tiles * problem.num_heads * problem.batch, arguments, constexprs, config)
 
 
-def _launch(kernel, grid, arguments, constexprs, config, again):
-    """The kernel's Relaunch if it is to be launched again; None where there is nothing to launch, or no GPU."""
-    if grid == 0:
-        return None
-    return first_launch(kernel, (grid, 1, 1), arguments, constexprs, config.num_warps, config.num_stages, again)
+def _launch(launch, kernel, grid, arguments, constexprs, config):
+    if grid > 0:
+        launch(kernel, (grid,), arguments, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def _inputs(operands, lse, delta, dout):

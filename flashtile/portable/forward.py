@@ -15,16 +15,20 @@ tile (portable-tiles.json): 128 x 128 by 8 warps at head dim 64, one block to an
 Source: Dao 2023, FlashAttention-2, algorithm 1.
 """
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
 from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores, softmax
-from flashtile.device.launch import Remembered, first_launch
+from flashtile.device.launch import Launches
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, store_tile
-from flashtile.portable.arguments import allocate_forward, common_arguments, launch_key, rows_of
+from flashtile.outputs import forward_outputs
+from flashtile.portable.arguments import common_arguments, rows_of
+from flashtile.problem import Operands
 
 
 @triton.jit
@@ -97,26 +101,34 @@ def attention_forward(
 
 def launch(problem, config, operands):
     """Run the kernel. config: TileConfig. Returns out and lse as `flashtile.attention` describes them."""
-    out, lse = allocate_forward(problem, operands)
-    key = launch_key(problem, operands), config
-    relaunch = _launched.get(key)
-    if relaunch is not None:
-        relaunch(*operands[:3], out, lse, *(x for x in operands[3:] if x is not None))
+    return bind(problem, config)(operands)
+
+
+def bind(problem, config):
+    """`launch` as a function of operands, for calls of one kind (see `Launches`)."""
+    launches = Launches(partial(_start, problem, config))
+    # Packed rows may belong to no sequence.
+    allocate = forward_outputs(problem, cleared=problem.varlen)
+    is_empty = 0 in (problem.seqlen_q, problem.num_heads, problem.batch)
+
+    def call(operands):
+        out, lse = allocate(operands.q)
+        if not is_empty:
+            launches(*operands, out, lse)
         return out, lse
+
+    return call
+
+
+def _start(problem, config, launch, *tensors):
+    *operands, out, lse = tensors
+    operands = Operands(*operands)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
-    grid = num_tiles * problem.num_heads * problem.batch
-    if grid == 0:
-        return out, lse
     packing, window, score_params, dropout, shapes = common_arguments(problem, operands)
     arguments = (
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
         score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
-    constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes}
-    _launched[key] = first_launch(attention_forward, (grid, 1, 1), arguments, constexprs, config.num_warps, config.num_stages,
-                                  again=key in _launched)  # fmt: skip
-    return out, lse
-
-
-# By launch_key and config
-_launched = Remembered()
+    launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments,
+           {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes}, num_warps=config.num_warps,
+           num_stages=config.num_stages)  # fmt: skip

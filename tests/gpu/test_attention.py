@@ -222,7 +222,8 @@ def test_extra_memory_is_linear(tier):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(out, (q, k, v), dout)
-    assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + 2 * row_bytes + 4 * q.numel() + 4096
+    # 1 MiB: torch's allocator splits no less from a block, and one block holds all that kernels hand to each other.
+    assert torch.cuda.max_memory_allocated() - before <= 3 * tensor_bytes + 2 * row_bytes + 4 * q.numel() + 2**20 + 4096
 
 
 def test_a_gradient_may_lie_at_any_address(tier):
@@ -235,6 +236,18 @@ def test_a_gradient_may_lie_at_any_address(tier):
         expected = torch.autograd.grad(out, inputs, shifted.clone(), retain_graph=True)
         for got, want, key in zip(grads, expected, ("dq", "dk", "dv")):
             assert same(got, want, key), key
+
+
+def test_saved_tensors_that_hooks_leave_elsewhere_are_refused(tier):
+    """Their addresses go to no kernel, also after calls with the same layout."""
+    inputs = [torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for _ in range(3):
+        flashtile.attention(*inputs).sum().backward()
+    for kept in ((1, 128, 2, 64), (1, 2, 128)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: x.cpu() if x.shape == kept else x, lambda x: x):
+            out = flashtile.attention(*inputs)
+        with pytest.raises((RuntimeError, ValueError)):
+            out.sum().backward()
 
 
 def test_problem_too_new_for_any_tier_names_all_refusals(monkeypatch):

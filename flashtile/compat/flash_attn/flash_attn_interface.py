@@ -374,7 +374,7 @@ def _flat(options):
 
 @torch.no_grad()
 def _probs(operands, options):
-    return dropped_scores(operands, AttentionProblem.of_call(operands, **options))
+    return dropped_scores(operands, AttentionProblem.from_tensors(operands, **options))
 
 
 def _convert_lse(lse):
