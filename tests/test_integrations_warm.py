@@ -4,16 +4,14 @@ import logging
 import subprocess
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 
 import flashtile
 from flashtile import dispatch
-from flashtile.device.launch import MAX_REMEMBERED, Launches, Remembered
+from flashtile.device.launch import MAX_REMEMBERED, Remembered
 from flashtile.ops import _Call, _key
 from flashtile.problem import AttentionProblem, Operands
 
@@ -39,148 +37,6 @@ def test_a_long_first_call_says_what_it_compiles(seconds, is_cuda, lines, caplog
     if lines:
         assert caplog.messages[0].startswith("compiling the portable forward kernels for bfloat16, head dim 64. Triton keeps")
         assert plan.first("forward", PROBLEM, function, operands) == "result" and len(caplog.messages) == 1
-
-
-class Group(NamedTuple):
-    tensor: object
-    stride: int
-    inner: object
-
-
-class Compiled:
-    """Stands for Triton's compiled kernel; without `function` nothing was compiled for a GPU."""
-
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
-
-
-class Kernel:
-    """Stands for a Triton kernel: keeps what it is launched with."""
-
-    arg_names = ["group", "x", "TILE", "DIM"]
-
-    def __init__(self, compiled):
-        self.compiled, self.launches = compiled, []
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **named):
-            self.launches.append((grid, arguments, named))
-            return self.compiled
-
-        return launch
-
-
-@pytest.fixture
-def launched_again(monkeypatch):
-    """What Triton's launcher is given, behind a launcher of ours."""
-    launcher = pytest.importorskip("flashtile.device.launcher")
-    launches, stream = [], SimpleNamespace(get_current_stream=lambda index: 7)
-    described = launcher.Launcher(lambda *arguments: launches.append(arguments), ("flags",), False, [])
-    monkeypatch.setattr(launcher, "launcher_of", lambda compiled: described)
-    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=stream))
-    return launches
-
-
-def start(kernel, launch, x, off, workspace):
-    launch(kernel, (3,), (Group(x, 7, (workspace[4:], off)), x), {"DIM": 64, "TILE": 16}, num_warps=4)
-
-
-def test_launches_exchange_addresses_alone(launched_again):
-    """From the third call on; the second one's tensor may be the same in two places. Constexprs come in the kernel's order."""
-    kernel = Kernel(Compiled(function=1))
-    launches = Launches(partial(start, kernel))
-    for repeat in range(3):
-        x, workspace = torch.zeros(4), torch.zeros(8)
-        launches(x, None, workspace)
-        assert (len(kernel.launches), len(launched_again)) == ((repeat + 1, 0) if repeat < 2 else (2, 1))
-    grid, (group, _), named = kernel.launches[0]
-    assert (grid, group.stride, named) == ((3,), 7, {"DIM": 64, "TILE": 16, "num_warps": 4})
-    group = (x.data_ptr(), 7, (workspace.data_ptr() + 16, None))
-    assert launched_again == [(3, 1, 1, 7, "flags", group, x.data_ptr(), 16, 64)]
-
-
-@pytest.mark.parametrize("with_descriptor", [False, True])
-def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
-    """By the installed Triton's own CudaLauncher, of which only the compiled parts, and the maps, are stand-ins."""
-    launcher = pytest.importorskip("flashtile.device.launcher")
-    from triton.backends.nvidia import driver as nvidia
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    calls = []
-    utils = SimpleNamespace(launch=lambda *arguments: calls.append(arguments), fill_tma_descriptor=lambda *described: described,
-                            fill_tma_descriptor_tiled=lambda *described: described)  # fmt: skip
-    monkeypatch.setattr(launcher.driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 7))
-    described = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [16, 16], "fp4_padded": False}
-    metadata = SimpleNamespace(tensordesc_meta=[described] if with_descriptor else None)
-    signature = {"group": ("*fp32", "constexpr", "i32"), "x": "tensordesc<fp32[16, 16]>" if with_descriptor else "*fp32",
-                 "TILE": "constexpr", "DIM": "constexpr"}  # fmt: skip
-    run = object.__new__(nvidia.CudaLauncher)
-    run.launch = nvidia.wrap_handle_tensordesc(utils.launch, signature, metadata.tensordesc_meta)
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl, run.gsan_enabled = 1, False, True, False
-    run.global_scratch_size = run.profile_scratch_size = 0
-    run.global_scratch_align = run.profile_scratch_align = 1
-    run.arg_annotations, run.kernel_signature = "annotations", b"signature"
-    compiled = Compiled(function=5, run=run, metadata=metadata, packed_metadata=(4, 1, 0))
-
-    def start(launch, x, workspace):
-        if with_descriptor:
-            x = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16])
-        launch(Kernel(compiled), (3,), ((workspace[4:], None, 16), x), {"TILE": 16, "DIM": 64}, num_warps=4)
-
-    launches = Launches(start)
-    for _ in range(3):
-        x, workspace = torch.zeros(32, 64), torch.zeros(8)
-        launches(x, workspace)
-    first = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16]) if with_descriptor else x.data_ptr()
-    run(3, 1, 1, 7, 5, (4, 1, 0), None, None, None, (workspace.data_ptr() + 16, None, 16), first, 16, 64)
-    # the last may be a tuple or a list of arguments
-    ours, tritons = ((*call[:-1], *call[-1]) if isinstance(call[-1], tuple | list) else call for call in calls)
-    assert ours == tritons and ours[0] == 3 and ours[-1] == 64
-
-
-def test_a_view_of_no_argument_is_a_mistake(launched_again):
-    kernel = Kernel(Compiled(function=1))
-    launches = Launches(lambda launch, x: start(kernel, launch, x, None, x.new_zeros(8)))
-    launches(torch.zeros(4))
-    with pytest.raises(ValueError):
-        launches(torch.zeros(4))
-
-
-def test_nothing_is_launched_again_without_a_gpu(launched_again):
-    kernel = Kernel(Compiled())
-    launches = Launches(partial(start, kernel))
-    for _ in range(4):
-        launches(torch.zeros(4), None, torch.zeros(8))
-    assert len(kernel.launches) == 4 and not launched_again
-
-
-def test_a_call_that_launches_nothing_needs_no_gpu(monkeypatch):
-    """No queries and no keys: there is no driver to ask for a stream either."""
-    launcher = pytest.importorskip("flashtile.device.launcher")
-    monkeypatch.setattr(launcher, "driver", None)
-    launches = Launches(lambda launch, x: None)
-    for _ in range(4):
-        launches(torch.zeros(0))
-
-
-def test_hooks_on_launches_see_them(launched_again):
-    """Triton's profiler adds such hooks; with one each launch goes through Triton."""
-    from triton import knobs
-
-    kernel = Kernel(Compiled(function=1))
-    launches = Launches(partial(start, kernel))
-    for _ in range(3):
-        launches(torch.zeros(4), None, torch.zeros(8))
-
-    def hook(metadata):
-        pass
-
-    knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        launches(torch.zeros(4), None, torch.zeros(8))
-    finally:
-        knobs.runtime.launch_enter_hook.remove(hook)
-    assert (len(kernel.launches), len(launched_again)) == (3, 1)
 
 
 def test_calls_of_one_kind_have_one_key():
