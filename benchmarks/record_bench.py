@@ -1,6 +1,6 @@
 """The recorded runs of the measuring commands on this GPU, in one command; some three minutes on an H200.
 
-    python benchmarks/record_bench.py OUT [--commit HASH] [--only guide,leetcuda,memory,regress,scale,features,train]
+    python benchmarks/record_bench.py OUT [--commit HASH] [--only guide,leetcuda,memory,regress,scale,features,train,...]
 
 Writes to OUT what belongs under benchmarks/results/<gpu>/:
 
@@ -8,6 +8,7 @@ Writes to OUT what belongs under benchmarks/results/<gpu>/:
     memory.json, memory-train.json, scale-batch.json
     features.json, train.json                        beside the grid of the papers, and what training sees of three models, with
                                                      FlashAttention-3 and -4 where they are installed
+    deterministic.json                               the backward of the papers' grid with deterministic=True, and without
     scale-strong.json, scale-weak.json               with --only gpus, on a machine with several
     regress-same.json, regress-slowed.json           flashtile against itself, and against a copy whose forward pass is followed
                                                      by a spinning kernel of 5% of its time: SAME, and SLOWER with exit code 4
@@ -64,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", help="commit to record where there is no .git")
-    parser.add_argument("--only", default="guide,leetcuda,memory,regress,scale,features,train")
+    parser.add_argument("--only", default="guide,leetcuda,memory,regress,scale,features,train,deterministic")
     arguments = parser.parse_args()
     out, commit = arguments.out, ["--commit", arguments.commit] if arguments.commit else []
     peers = "flashtile,naive,sdpa-flash,sdpa-cudnn"
@@ -91,6 +92,10 @@ def main():
         if step == "train":
             models = "gpt2-small,gpt3,llama3-8b-prefill"
             done.append(flashtile("compare", "--preset", models, "--mode", "fwd_bwd", *fast, "--json", f"{out}/train.json"))
+        if step == "deterministic":
+            both = ["--backend", "flashtile,flashtile-deterministic", "--baseline", "flashtile-deterministic"]
+            done.append(flashtile("compare", "--preset", "paper", "--mode", "bwd", *both, *rounds, *commit,
+                                  "--json", f"{out}/deterministic.json"))  # fmt: skip
         if step == "gpus":
             for kind in ("strong", "weak"):
                 shape = ["-b", "8", "-s", "8k", "--nheads", "16", "-d", "128", "--causal", "--mode", "fwd_bwd"]

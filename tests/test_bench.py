@@ -386,6 +386,16 @@ def test_forward_only_backends_say_so(monkeypatch):
     assert [(r.mode, r.status) for r in report.results] == [("fwd", "ok"), ("bwd", "refused")]
 
 
+def test_deterministic_backend(monkeypatch):
+    """The option reaches the call; decoding has none."""
+    seen = []
+    monkeypatch.setattr("flashtile.api.attention", lambda q, k, v, **options: seen.append(options["deterministic"]))
+    for name in ("flashtile", "flashtile-deterministic"):
+        peers.BACKENDS[name].load("cpu")(None, None, None, SMALL)
+    assert seen == [False, True]
+    assert "without an option" in peers.BACKENDS["flashtile-deterministic"].refusal(SMALL, "decode", "cpu")
+
+
 def test_peers_get_views_and_give_the_layout_of_flashtile():
     inputs = make_inputs(SMALL, "cpu")
     seen = []

@@ -78,16 +78,20 @@ class Backend:
 # --- flashtile ---------------------------------------------------------------------------------------------------------
 
 
-def _load_flashtile(device):
-    from flashtile.api import attention, attention_varlen
+def _flashtile_loader(deterministic):
+    def load(device):
+        from flashtile.api import attention, attention_varlen
 
-    def attend(q, k, v, case):
-        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "dropout_p": case.dropout}
-        if case.varlen:
-            return attention_varlen(q, k, v, **packing(case, q.device), **options)
-        return attention(q, k, v, **options)
+        def attend(q, k, v, case):
+            options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "dropout_p": case.dropout,
+                       "deterministic": deterministic}  # fmt: skip
+            if case.varlen:
+                return attention_varlen(q, k, v, **packing(case, q.device), **options)
+            return attention(q, k, v, **options)
 
-    return attend
+        return attend
+
+    return load
 
 
 def packing(case, device) -> dict:
@@ -166,6 +170,12 @@ def _flashtile_refuses(case, mode, device):
     except UnsupportedError as error:
         return str(error)
     return None
+
+
+def _deterministic_refuses(case, mode, device):
+    if mode == DECODE:
+        return "decoding is deterministic without an option"
+    return _flashtile_refuses(case, mode, device)
 
 
 def compile_ahead(q, k, v, case, forward_only) -> dict[str, float]:
@@ -573,8 +583,10 @@ def _never(case, mode, device):
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("flashtile", "this package", _load_flashtile, _flashtile_refuses, varlen=True, dropout=True, latent=True,
-                package="flashtile"),
+        Backend("flashtile", "this package", _flashtile_loader(False), _flashtile_refuses, varlen=True, dropout=True,
+                latent=True, package="flashtile"),
+        Backend("flashtile-deterministic", "this package, deterministic=True", _flashtile_loader(True), _deterministic_refuses,
+                varlen=True, dropout=True, package="flashtile"),
         Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
                 latent=True),
         Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses, dropout=True),

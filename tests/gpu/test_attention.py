@@ -18,6 +18,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 GPU_TIERS = ["hopper", "portable"]
 # Random configurations against float64; FLASHTILE_TEST_CONFIGURATIONS=1000 for a long run
 NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
+# Of one call, whose bits must not change; FLASHTILE_TEST_REPEATS=1000 for a long run
+NUM_REPEATS = int(os.environ.get("FLASHTILE_TEST_REPEATS", "100"))
 # more than one, so that several processes can share them
 NUM_CHUNKS = 15
 
@@ -108,12 +110,12 @@ def test_random_configurations(tier, chunk, poisoned):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both"])
 def test_bits_repeat(tier, name, deterministic):
-    """100 runs, the same bits: a race would move them."""
+    """Many runs, the same bits: a race would move them."""
     case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)
     skip_refused(tier, case, torch.bfloat16)
     operands = case.make(torch.bfloat16, "cuda")
     first = None
-    for _ in range(100):
+    for _ in range(NUM_REPEATS):
         with checks.fixed_rng_state(operands.rng_state):
             result = checks.run(lambda x: case.attend(x), operands, case)
         if first is None:
