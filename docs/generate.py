@@ -166,11 +166,15 @@ def forward_counters() -> str:
     lines = []
     for row in record["rows"]:
         c = row["counters"]
-        lines.append([row["backend"], row["head_dim"], row["seqlen"], f"{c['gpu__time_duration.sum']:.0f}",
-                      f"{c['sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active']:.0f}%",
-                      f"{c['lts__t_sectors.avg.pct_of_peak_sustained_elapsed']:.0f}%",
-                      f"{c['lts__t_sector_hit_rate.pct']:.0f}%", f"{c['smsp__inst_executed.sum'] / 1e6:.0f}"])  # fmt: skip
-    header = ["", "head dim", "tokens", "µs", "tensor cores busy", "L2 busy", "L2 hits", "million warp instructions"]
+        time = c["gpu__time_duration.sum [ns]"]
+        mask = "causal" if row["causal"] else "full"
+        lines.append([row["backend"], row["head_dim"], row["seqlen"], mask, f"{time / 1e3:.0f}",
+                      f"{c['sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active [%]']:.0f}%",
+                      f"{c['l1tex__m_xbar2l1tex_read_bytes.sum [byte]'] / time / 1e3:.1f}",
+                      f"{c['lts__t_sector_hit_rate.pct [%]']:.0f}%",
+                      f"{c['smsp__inst_executed.sum [inst]'] / 1e6:.0f}"])  # fmt: skip
+    header = ["", "head dim", "tokens", "mask", "µs", "tensor cores busy", "TB/s from L2", "L2 hits",
+              "million warp instructions"]  # fmt: skip
     caption = f"{record['what']}. {record['gpu']}, commit {record['commit']}; record: `benchmarks/results/{GPU}/{name}`."
     return f"{caption}\n\n{markdown(header, lines)}"
 
