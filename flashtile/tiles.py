@@ -141,7 +141,8 @@ class HopperConfig:
     """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
 
     l2_bytes: keys and values of the heads in work together. value_parts: 1 or 4 products for p v; consumers take turns, which
-    pass after the one or before the last of the four.
+    pass after the one or before the last of the four. sums_apart: a row's sum stays in parts until the end. wait_late: without
+    that, the wait for p v comes after the exponentials.
     """
 
     tile_m: int
@@ -149,6 +150,8 @@ class HopperConfig:
     num_stages: int
     l2_bytes: int
     value_parts: int = 1
+    sums_apart: bool = False
+    wait_late: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -172,10 +175,11 @@ _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 HOPPER = tuple(
     HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
     for block_dim, causal, max_seqlen, config in [
-        (64, None, 1024, (256, 64, 8, 20 * 2**20)),
-        (64, True, 4096, (256, 64, 8, 20 * 2**20)),
-        (64, None, None, (192, 128, 2, 20 * 2**20)),
-        (128, None, None, (128, 128, 2, 20 * 2**20)),
+        (64, None, 1024, (256, 64, 8, 20 * 2**20, 1, True)),
+        (64, True, 4096, (256, 64, 8, 20 * 2**20, 1, True)),
+        (64, None, None, (192, 128, 2, 20 * 2**20, 1, True)),
+        (128, None, None, (128, 128, 2, 20 * 2**20, 1, True)),
+        (256, True, None, (128, 64, 2, 20 * 2**20, 1, False, True)),
         (256, None, None, (128, 64, 2, 20 * 2**20, 4)),
     ]
 )

@@ -26,17 +26,18 @@ its tiles, which a small kernel writes before (`schedule.plan_packed`).
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
 and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
 
-What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json, both from
-before turns through barriers of the hardware and queries in registers, which are below):
-- long sequences: the tensor pipe, active 80% of the cycles at head dim 128 and 88% at 256 (8192 keys, causal), and then the
-  power limit (1.5 to 1.6 GHz). FA3 has 86% and 95%.
+What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json):
+- long sequences: the tensor pipe, active 84% of the cycles at head dim 256 causal, 98% full, 82% and 85% at 128 (8192 keys;
+  FA3 95%, 96%, 86%), and then the power limit (1.6 GHz).
+- by the clock at each border: a step takes 2080 clocks at head dim 256 full, 2400 causal, 2400 at head dim 128 with both; the
+  products take 2048. All programs alike within 1%, so it is the consumers' loop, neither memory nor schedule. The border
+  takes 3900 clocks at head dim 256 causal, 2070 at 128. Which order of exponentials, sums and corrections ptxas chooses for
+  code that says the same moves a step by 300 clocks.
 - ptxas moves the wait for p v above the exponentials, so that they do not run under it, but only under the products of other
   consumers: 1024 clocks at head dim 128, of which the chain of a softmax is about 750.
 - shared memory at head dim 256, by arithmetic: a step of 64 keys takes 2048 clocks of the tensor pipe, and 2048 of 128 bytes
   from shared memory (1792 with half of the queries in registers; with FA3's tiles of 80 keys, which Gluon's powers of two do
   not allow, 95% of its clocks).
-- the border between tiles: by the times at 512 and 8192 keys 1 (full) and 1.35 (causal) steps of 128 keys at head dim 128.
-- causal, head dim 256, from 4096 keys on: 0.9 of FA3 or a little more, where full calls are at or above it; why is not known.
 - head dim 64: exponentials take as long as products.
 
 What helped (H200, bf16, 16k tokens, TFLOP/s, before to after in single runs, not recorded under benchmarks/results; in brackets
@@ -48,6 +49,12 @@ cuDNN and FA3 beside it, each once):
   512 keys 333 to 368 (340, 336).
 - head dim 256, p v as four products beside that, the turn passed before the last: causal 8192 keys 634 to 655 (540, 720). At
   head dim 128 equal, at 64 3% slower; as two products at head dim 256 half of it.
+- head dim 256 causal, the wait for p v held below the exponentials by an instruction that needs the row sums: 8192 keys 637 to
+  681 (527, 706), 1024 keys 470 to 487 (400, 453). With it one product for p v is better than four. Elsewhere it is slower: full
+  734 to 673, head dim 128 667 to 612, causal 639 to 615; head dim 64 529 to 519, causal 512 to 463.
+- head dims 64 and 128, a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 64,
+  8192 keys 527 to 543, causal 510 to 519, causal 2048 414 to 431; head dim 128, 512 keys 545 to 567, causal 1024 464 to 485,
+  8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -65,6 +72,11 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   head dim 256, in another run: 628 instead of 749.
 - the wait for p v held below the exponentials by a branch (the wait for the next values): 2 to 12% slower at all head dims;
   the turn passed between q kᵀ and p v beside that: equal to it.
+- head dim 256 causal, which falls behind FA3 from 4096 keys on: key tiles after the diagonal in rising order; 4, 9 and 40 MiB
+  for l2_bytes; consumers with their rows exchanged; the first key tile masked instead of skipped: all equal, 636 to 648 at 8192
+  keys. Full calls whose programs each begin at another key tile, so that L2 merges no requests and answers twice as many: equal
+  (717 and 714).
+- the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
@@ -102,6 +114,11 @@ PACKED_ROWS = gl.constexpr(2**30)
 # 128 that wait for it.
 _WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
 _PASS_TURN = gl.constexpr(tuple(f"bar.arrive {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
+# Passes $2 and $3 through, and can't be done before they are known. The bits are those of no number, so nothing arrives.
+_HOLD = gl.constexpr(
+    "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
+    "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
+)
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -441,10 +458,31 @@ def _per_row(x, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def _update(state, logits, scale_log2, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr):
+    """`softmax.update`. WAIT_LATE: nothing that follows waits before all exponentials are done; ptxas moves waits up."""
+    if SUMS_APART:
+        return softmax.update_apart(state, logits, scale_log2, MASKED)
+    else:
+        state, p, correction = softmax.update(state, logits, scale_log2, MASKED)
+        if WAIT_LATE:
+            row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
+            state = softmax.OnlineSoftmax(state.row_max, row_sum)
+        return state, p, correction
+
+
+@gluon.jit
+def _begin(logits, scale_log2, SUMS_APART: gl.constexpr, MASKED: gl.constexpr):
+    if SUMS_APART:
+        return softmax.begin_apart(logits, scale_log2, MASKED)
+    else:
+        return softmax.begin(logits, scale_log2, MASKED)
+
+
+@gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
     TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    VALUE_PARTS: gl.constexpr, MASKED: gl.constexpr,
+    VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
     acc_layout: gl.constexpr = acc.type.layout
@@ -456,7 +494,7 @@ def _absorb_tile(
     raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
-    state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), SUMS_APART, WAIT_LATE, MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
     return state, acc * _per_row(correction, acc_layout), _as_operands(p, ring, acc_layout, VALUE_PARTS)
@@ -525,8 +563,8 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks,
     TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, MASK_FIRST: gl.constexpr,
-    MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -557,7 +595,7 @@ def _compute(
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
-    state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
+    state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
     p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
     index = 0
     while whole.end > 0:
@@ -571,7 +609,7 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
+                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -579,13 +617,13 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, False,
+                TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
+                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -618,12 +656,14 @@ def _compute(
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
-        next_state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
+        next_state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
         p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
         if OWN_OUT:
             tma_store_wait(0)
         acc = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
+        if SUMS_APART:
+            state = softmax.join(state)
         if sinks is not None:
             state, correction = softmax.absorb_sink(state, gl.load(sinks + part.head).to(gl.float32))
             acc = acc * _per_row(correction, acc_layout)
@@ -683,7 +723,8 @@ def attention_forward(
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
     NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
@@ -703,33 +744,42 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
+                        OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
