@@ -3,10 +3,11 @@
     python benchmarks/mla.py OUT.json [--tier portable] [--only dense,sparse] [--commit HASH]
 
 bf16, head dim 576, pages of 64 tokens in random order, random data, cold L2, median of triton.testing.do_bench; the schedule is
-made once, as a model does for all its layers. FlashMLA is timed beside it, interleaved, where `flash_mla` can be imported. Each
-row is checked first against the definition, on some sequences. OUT.json: {"command", "env", "roof", "rows"}; a row has the
-shape, "ms" (several rounds), "tflops", "gbytes_per_s", "roof" (the larger of work / measured product rate and bytes / measured
-copy rate, over the median time), and with FlashMLA its "flash_mla_ms".
+made once, as a model does for all its layers. FlashMLA is timed beside it, interleaved, where `flash_mla` can be imported and
+takes the row. Each row is checked first against the definition, on some sequences. OUT.json: {"command", "env", "roof",
+"rows"}; a row has the shape, "ms" (several rounds), "graph_ms" (the call in a CUDA graph, as models decode), "tflops",
+"gbytes_per_s", "roof" (the larger of work / measured product rate and bytes / measured copy rate, over the median of "ms"), and
+with FlashMLA its "flash_mla_ms" and "flash_mla_graph_ms".
 """
 
 import argparse
@@ -66,11 +67,25 @@ def peer(arguments):
         return None
     meta, _ = flash_mla.get_mla_metadata()
     get = arguments.get
+    if "indices" in arguments and arguments["kv_cache"].dtype != torch.uint8:
+        # Sparse over packed tokens only
+        return None
     return lambda: flash_mla.flash_mla_with_kvcache(
         arguments["q"], arguments["kv_cache"], get("block_table"), get("cache_seqlens"), 512, meta,
         softmax_scale=arguments["softmax_scale"], causal=get("causal", False), indices=get("indices"),
         is_fp8_kvcache=arguments["kv_cache"].dtype == torch.uint8,
     )  # fmt: skip
+
+
+def captured(run):
+    """Replay of a CUDA graph of one call."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
 
 
 def measure(shape, roof):
@@ -84,8 +99,10 @@ def measure(shape, roof):
     problem = MlaProblem.from_tensors(MlaOperands(**tensors), **options)
     lengths = [length] * batch if topk is None else [topk] * batch * seqlen_q
     flops, num_bytes = problem.flops(lengths), problem.bytes_moved(lengths)
-    rivals = {"ms": lambda: mla_decode(**arguments, schedule=schedule), "flash_mla_ms": peer(arguments)}
-    times = {name: [] for name, run in rivals.items() if run is not None}
+    rivals = {"": lambda: mla_decode(**arguments, schedule=schedule), "flash_mla_": peer(arguments)}
+    rivals = {f"{name}{kind}": run if kind == "ms" else captured(run)
+              for name, run in rivals.items() if run is not None for kind in ("ms", "graph_ms")}  # fmt: skip
+    times = {name: [] for name in rivals}
     for _ in range(ROUNDS):
         for name in times:
             times[name].append(do_bench(rivals[name], warmup=15, rep=60, return_mode="median"))
@@ -94,10 +111,11 @@ def measure(shape, roof):
     row = {"batch": batch, "seqlen_q": seqlen_q, "cache_seqlen": length, "heads": heads, "topk": topk, "fp8": fp8,
            "tier": plan.plan_for(problem, torch.device("cuda")).tier, **times, "tflops": flops / ms / 1e9,
            "gbytes_per_s": num_bytes / ms / 1e6, "roof": share, "limit": limit, "max_abs_error": error}  # fmt: skip
-    rival = f"   FlashMLA {statistics.median(times['flash_mla_ms']) * 1e3:7.1f} us" if "flash_mla_ms" in times else ""
+    us = {name: statistics.median(rounds) * 1e3 for name, rounds in times.items()}
+    rival = f"   FlashMLA {us['flash_mla_ms']:7.1f} us, graph {us['flash_mla_graph_ms']:7.1f}" if "flash_mla_ms" in us else ""
     print(f"{row['tier']:9} b{batch} q{seqlen_q} k{length} h{heads}{f' topk{topk}' if topk else ''}{' fp8' if fp8 else ''}: "
-          f"{ms * 1e3:7.1f} us {row['tflops']:6.1f} TFLOP/s {row['gbytes_per_s']:6.0f} GB/s  {share:.0%} of {limit} roof"
-          f"{rival}", flush=True)  # fmt: skip
+          f"{us['ms']:7.1f} us, graph {us['graph_ms']:7.1f} {row['tflops']:6.1f} TFLOP/s {row['gbytes_per_s']:6.0f} GB/s  "
+          f"{share:.0%} of {limit} roof{rival}", flush=True)  # fmt: skip
     return row
 
 

@@ -6,6 +6,7 @@ of its own, since the interpreter, which other tests use, has no such launch.
 
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,17 +83,17 @@ def described(recorded, inputs):
                           for leaf in leaves(arguments)]) for name, grid, arguments in recorded]  # fmt: skip
 
 
-def compare(what, call, make):
+def compare(what, call, make, same=()):
     """The third call, launched by addresses, against the first of other tensors, launched by Triton.
 
-    In the second, from which the third is made, one tensor is both k and v, and one both out and dout.
+    In the second, from which the third is made, one tensor has both names of each pair of `same`.
     """
     # kept, so that no two calls share an address
     alive = []
     for repeat in range(3):
         inputs = make()
         if repeat == 1:
-            inputs |= {"v": inputs["k"], "dout": inputs["out"]}
+            inputs |= {one: inputs[other] for one, other in same}
         launches.clear()
         alive.append((inputs, call(inputs)))
         if repeat == 0:
@@ -177,7 +178,52 @@ def main():
                             return function(given, inputs["out"], inputs["lse"], inputs["dout"], inputs.get("dlse"))
 
                         words = (tier.__name__, direction, "packed" * packed, name, "deterministic" * deterministic)
-                        compare(" ".join(filter(None, words)), call, make)
+                        compare(" ".join(filter(None, words)), call, make, (("v", "k"), ("dout", "out")))
+    compare_mla(device)
+
+
+MLA = {
+    "plain": {"heads": 16},
+    "causal, sinks, its own schedule": {"heads": 128, "seqlen_q": 2, "sinks": True, "schedule": False},
+    "strided queries": {"heads": 16, "seqlen_q": 2, "strided": True},
+    "sparse": {"heads": 128, "seqlen_q": 2, "topk": 128},
+    "sparse, packed, lengths, its own schedule": {"heads": 64, "seqlen_q": 2, "topk": 128, "packed": True, "topk_length": True,
+                                                  "schedule": False, "strided": True},
+    "pages of 16": {"heads": 16, "page_size": 16},
+}  # fmt: skip
+
+
+def mla_tensors(heads, seqlen_q=1, topk=None, packed=False, page_size=64, sinks=False, schedule=True, strided=False,
+                topk_length=False):  # fmt: skip
+    """The inputs of a latent decode of two sequences."""
+    q = torch.zeros(seqlen_q, 2, heads, 576, dtype=torch.bfloat16).transpose(0, 1)
+    inputs = {"q": q if strided else q.contiguous(),
+              "kv_cache": torch.zeros(8, page_size, 1, 656 if packed else 576, dtype=torch.uint8 if packed else torch.bfloat16)}
+    if topk:
+        indices = torch.zeros(2, seqlen_q, 2 * topk, dtype=torch.int32)[..., :topk]
+        inputs["indices"] = indices.transpose(0, 1).contiguous().transpose(0, 1) if strided else indices
+    else:
+        inputs |= {"block_table": torch.zeros(2, 4, dtype=torch.int32), "cache_seqlens": torch.ones(2, dtype=torch.int32)}
+    if topk_length:
+        inputs["topk_length"] = torch.ones(2, dtype=torch.int32)
+    if sinks:
+        inputs["sinks"] = torch.zeros(heads)
+    if schedule:
+        inputs["schedule"] = torch.zeros(5 + (2 * seqlen_q if topk else 2), 2, dtype=torch.int32)
+    return inputs
+
+
+def compare_mla(device):
+    from flashtile.mla import hopper, plan, portable
+    from flashtile.mla.problem import MlaOperands, MlaProblem
+
+    for name, shape in MLA.items():
+        make = partial(mla_tensors, **shape)
+        problem = MlaProblem.from_tensors(MlaOperands(**make()), causal="causal" in name)
+        for tier in (portable, hopper):
+            chosen = plan.plan(problem, device, (tier.__name__.split(".")[-1],))
+            call = chosen.module.bind(problem, chosen.config, MlaOperands(**make()))
+            compare(f"{tier.__name__} {name}", lambda inputs, call=call: call(MlaOperands(**inputs)), make)
 
 
 if __name__ == "__main__":

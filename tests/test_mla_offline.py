@@ -75,7 +75,7 @@ def _compile():
         device = hardware.by_name({80: "A100", 90: "H200"}[arch])
         chosen = plan.plan(problem, device, (tier,))
         with offline.launches(arch, sass=tier == "hopper", ptxas=tier == "hopper") as reports:
-            chosen.module.launch(problem, chosen.config, operands)
+            chosen.module.bind(problem, chosen.config, operands)(operands)
         for report in reports:
             yield {"call": f"{tier} {name}", "tier": tier, "smem_bytes": device.smem_bytes, **asdict(report)}
 

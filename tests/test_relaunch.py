@@ -18,5 +18,5 @@ def test_arguments_are_those_of_the_first_launch():
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     compared = [line for line in lines if ": compared " in line]
-    assert len(compared) >= 38
+    assert len(compared) >= 50
     assert lines == compared, "\n".join(line for line in lines if line not in compared)

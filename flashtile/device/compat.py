@@ -27,16 +27,8 @@ allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
     "TensorDescriptor", "allow_dependents", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
-    "partition_barrier", "rebased", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "partition_barrier", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
-
-
-def rebased(descriptor, tensor):
-    """The descriptor of another tensor of the same shape and strides, without checking them again."""
-    copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(descriptor.__dict__)
-    copy.base = tensor
-    return copy
 
 
 def current_stream(device_index):

@@ -9,7 +9,6 @@
     schedule     even parts of all caches together, computed on the device
     portable     the Triton kernel, and the one that merges partial results
     hopper       the Gluon kernel
-    relaunch     compiled kernels, for calls that come again
     cpu          CPU tensors
 
 Prefill of MLA models is `flashtile.attention` itself, with head_dim 192 and head_dim_v 128.

@@ -1,5 +1,7 @@
 """CPU tensors: the definition, in fp32 or wider."""
 
+from functools import partial
+
 import torch
 
 from flashtile.reference import mla
@@ -15,8 +17,12 @@ def config_of(problem, device) -> None:
     """No tiles."""
 
 
-def launch(problem, config, operands):
-    """Returns out and lse as `mla_decode` describes them."""
+def bind(problem, config, operands):
+    """A function of operands that returns out and lse as `mla_decode` describes them."""
+    return partial(_decode, problem)
+
+
+def _decode(problem, operands):
     tensors = operands._asdict()
     del tensors["schedule"]
     out, lse = mla.decode(

@@ -47,14 +47,12 @@ from flashtile.device.compat import (
     gl,
     gluon,
     mbarrier,
-    rebased,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
 from flashtile.mla import cache, portable, schedule
-from flashtile.mla.relaunch import MAX_PREPARED, Prepared, launch_key
 
 ROWS = gl.constexpr(64)
 TILE = schedule.TILE
@@ -616,10 +614,6 @@ def decode(
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
 
 
-# By what a compiled kernel and its arguments depend on, beside the data
-_prepared = {}
-
-
 def refuses(problem, device) -> str | None:
     """Why this kernel does not take a problem, or None."""
     if device.sm != 90:
@@ -664,64 +658,51 @@ def cache_descriptor(kv_cache, columns):
                             _layout(block, kv_cache))  # fmt: skip
 
 
-def query_descriptor(q, columns):
-    """TMA descriptor of queries as (batch, rows, head_dim)."""
+def query_descriptor(q, rows, columns):
+    """TMA descriptor of queries. rows: their view (sequences, rows, head_dim)."""
     block = [1, ROWS.value, columns]
-    return TensorDescriptor(q, list(q.shape), list(q.stride()), block, _layout(block, q))
+    return TensorDescriptor(q, list(rows.shape), list(rows.stride()), block, _layout(block, q))
 
 
-def _keys_of(problem, operands) -> portable.Keys:
-    """Whole tokens as the latent part, in bytes. scales: not None where they are packed."""
-    raw = operands.kv_cache.view(torch.uint8)
-    table, indices = operands.block_table, None
-    if problem.sparse:
-        table, indices = None, operands.indices.reshape(problem.num_sequences, problem.topk)
-    rows = portable.rows_of(raw)
-    return portable.Keys(rows, rows if problem.fp8 else None, None, problem.page_size, problem.num_pages * problem.page_size,
-                         table, indices, (indices if problem.sparse else table).stride(0))  # fmt: skip
+class Call(portable.Call):
+    """The same launches with this tier's kernel."""
 
+    DEPENDENT = True
 
-def launch(problem, config, operands):
-    """Run both kernels. Returns out and lse as `mla_decode` describes them."""
-    out, lse = portable.allocate(problem, operands.q)
-    if out.numel() == 0:
-        return out, lse
-    num_parts = schedule.num_parts_of(operands.schedule, problem.num_sequences)
-    outputs = portable.outputs_of(problem, out, lse, num_parts)
-    q = operands.q.reshape(problem.num_sequences, problem.num_rows, problem.head_dim)
-    if q.data_ptr() % 16 or any(stride % 8 for stride in q.stride()[:2]):
-        q = q.clone(memory_format=torch.contiguous_format)
-    kv_cache, gathers, keys = operands.kv_cache, _gathers(problem), _keys_of(problem, operands)
-    lengths = operands.topk_length if problem.sparse else operands.cache_seqlens
-    pointers = out, lse, outputs.partial_out, outputs.partial_lse, operands.schedule, lengths, operands.sinks
-    looked_up = keys.latent.ptr, keys.indices if problem.sparse else keys.block_table
-    key = (problem, num_parts, q.stride(), kv_cache.stride(), looked_up[1].shape, keys.row_stride,
-           *launch_key((*pointers, *looked_up)))  # fmt: skip
-    prepared = _prepared.get(key)
-    if prepared is not None:
-        descriptors = (None if descriptor is None else rebased(descriptor, x)
-                       for descriptor, x in zip(prepared.descriptors, (q, q, kv_cache, kv_cache), strict=True))
-        prepared.run(*descriptors, keys, *pointers, *prepared.rest)
-    else:
-        descriptors = query_descriptor(q, HALF.value), query_descriptor(q, cache.ROPE_DIM)
+    def _rows(self, q):
+        return q.reshape(self.problem.num_sequences, self.problem.num_rows, self.problem.head_dim)
+
+    def must_copy(self, q) -> bool:
+        rows = self._rows(q)
+        return rows.data_ptr() != q.data_ptr() or q.data_ptr() % 16 != 0 or any(stride % 8 for stride in rows.stride()[:2])
+
+    def parts_of(self, kv_cache):
+        """The cache, its bytes, and nothing."""
+        return kv_cache, kv_cache.view(torch.uint8), None
+
+    def start_decode(self, launch, x, partial_out, partial_lse):
+        problem, q, kv_cache = self.problem, x.q, x.latent
+        gathers = _gathers(problem)
+        rows = self._rows(q)
+        descriptors = query_descriptor(q, rows, HALF.value), query_descriptor(q, rows, cache.ROPE_DIM)
         if gathers:
             descriptors += None, None
         else:
             descriptors += cache_descriptor(kv_cache, HALF.value), cache_descriptor(kv_cache, cache.ROPE_DIM)
-        numbers = (problem.softmax_scale, portable.max_length(problem, operands), problem.num_sequences, problem.num_rows,
-                   problem.num_heads, problem.seqlen_q)  # fmt: skip
+        # Whole tokens as the latent part, in bytes; scales are not None where they are packed
+        tokens = portable.rows_of(x.scales)
+        keys = self.keys_of(tokens, tokens if problem.fp8 else None, None, x)
         constexprs = {"TILES_PER_PAGE": problem.page_size // TILE.value,
                       "SEQUENCES_PER_LENGTH": problem.seqlen_q if problem.sparse else 1, "IS_CAUSAL": problem.causal,
                       "ROPE": problem.head_dim - problem.head_dim_v, "LSE_WITH_SINKS": problem.lse_with_sinks,
                       "SPARSE": problem.sparse, "PREFETCH": problem.num_rows > ROWS.value,
                       "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
-        grid = -(-problem.num_rows // ROWS.value), num_parts
-        compiled = decode[grid](*descriptors, keys, *pointers, *numbers, **constexprs, num_warps=4)
-        if out.is_cuda:
-            if len(_prepared) >= MAX_PREPARED:
-                _prepared.clear()
-            descriptors = tuple(None if descriptor is None else rebased(descriptor, None) for descriptor in descriptors)
-            _prepared[key] = Prepared(compiled[(*grid, 1)], descriptors, (*numbers, *constexprs.values()))
-    if num_parts > 1:
-        portable.launch_merge(problem, operands, outputs, num_parts, dependent=True)
-    return out, lse
+        launch(
+            decode, (-(-problem.num_rows // ROWS.value), self.num_parts),
+            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
+             self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads, problem.seqlen_q),
+            constexprs, num_warps=4,
+        )  # fmt: skip
+
+
+bind = Call

@@ -3,8 +3,9 @@
 import torch
 
 from flashtile import hardware, settings
+from flashtile.device.launch import Remembered
 from flashtile.mla import plan
-from flashtile.mla.problem import MlaOperands, MlaProblem
+from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
 
 _TENSORS = (
     "Tensor q, Tensor kv_cache, Tensor? block_table, Tensor? cache_seqlens, Tensor? indices, Tensor? topk_length, "
@@ -20,34 +21,51 @@ torch.library.define(
     "SymInt num_heads_kv) -> Tensor",
 )
 _NUM_TENSORS = len(MlaOperands._fields)
-# Query rows of one program
-ROWS = 64
-# What stands for the multiprocessors in the interpreter: enough to split
-CPU_SMS = 4
+_OPTION_NAMES = ("head_dim_v", "softmax_scale", "causal", "lse_with_sinks")
+# Calls by what they depend on
+_BOUND = Remembered()
 
 
 def _describe(arguments):
-    """(problem, operands) of the op's flat arguments."""
+    """(operands, problem) of the op's flat arguments."""
     operands = MlaOperands(*arguments[:_NUM_TENSORS])
-    head_dim_v, softmax_scale, causal, lse_with_sinks = arguments[_NUM_TENSORS:]
-    problem = MlaProblem.of_call(operands, head_dim_v=head_dim_v, softmax_scale=softmax_scale, causal=causal,
-                                 lse_with_sinks=lse_with_sinks)  # fmt: skip
-    return problem, operands
+    return operands, MlaProblem.from_tensors(operands, **dict(zip(_OPTION_NAMES, arguments[_NUM_TENSORS:])))
+
+
+def _key(arguments):
+    """What a bound call depends on: everything but the data."""
+    key = [settings.preferred_tiers(), *arguments[_NUM_TENSORS:]]
+    for i, x in enumerate(arguments[:_NUM_TENSORS]):
+        if x is not None:
+            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+    return tuple(key)
+
+
+def _bind(arguments):
+    """The function of operands -> (out, lse) of a call: checked, planned, compiled."""
+    operands, problem = _describe(arguments)
+    chosen = plan.plan_for(problem, operands.q.device)
+    return chosen.module.bind(problem, chosen.config, operands)
 
 
 @torch.library.impl("flashtile::mla_decode", ("CPU", "CUDA"))
 def _decode(*arguments):
-    problem, operands = _describe(arguments)
-    chosen = plan.plan_for(problem, operands.q.device)
-    if operands.schedule is None and chosen.tier != "reference":
-        operands = operands._replace(schedule=schedule_of(problem, operands))
+    operands = MlaOperands(*arguments[:_NUM_TENSORS])
+    if not operands.q.is_cuda or settings.debug():
+        # The values of lengths and tables are checked in each call
+        call = _bind(arguments)
+    else:
+        key = _key(arguments)
+        call = _BOUND.get(key)
+        if call is None:
+            call = _BOUND[key] = _bind(arguments)
     with hardware.on_device_of(operands.q):
-        return chosen.module.launch(problem, chosen.config, operands)
+        return call(operands)
 
 
 @torch.library.register_fake("flashtile::mla_decode")
 def _decode_fake(*arguments):
-    problem, operands = _describe(arguments)
+    operands, problem = _describe(arguments)
     q = operands.q
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=lse_dtype).transpose(1, 2)
@@ -74,22 +92,9 @@ def _schedule_fake(like, lengths, fixed_length, num_sequences, seqlen_q, num_row
 
 
 def _empty_table(like, num_sequences, num_rows, num_heads_kv):
-    """With as many parts as fill the device: each has a program for every ROWS query rows of a latent head."""
-    num_sms = hardware.detect(like.device).num_sms or CPU_SMS
-    num_parts = max(1, num_sms // (-(-num_rows // ROWS) * num_heads_kv))
-    return like.new_empty((num_parts + 1 + num_sequences, 2), dtype=torch.int32)
+    return like.new_empty(table_shape(num_sequences, num_rows, num_heads_kv, like.device), dtype=torch.int32)
 
 
 decode_op = torch.ops.flashtile.mla_decode.default
 schedule_op = torch.ops.flashtile.mla_schedule.default
 
-
-def schedule_of(problem, operands):
-    """The table of a call that brought none."""
-    if problem.sparse:
-        like, lengths, fixed_length = operands.indices, operands.topk_length, problem.topk
-    else:
-        like = lengths = operands.cache_seqlens
-        fixed_length = operands.block_table.shape[1] * problem.page_size
-    seqlen_q = problem.seqlen_q if problem.sparse else 1
-    return schedule_op(like, lengths, fixed_length, problem.num_sequences, seqlen_q, problem.num_rows, problem.num_heads_kv)

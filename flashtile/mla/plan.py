@@ -1,4 +1,4 @@
-"""Which tier decodes: the fastest that does not refuse, and needs no request."""
+"""Which tier decodes: the fastest that does not refuse."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,10 +14,6 @@ TIERS = {
     "hopper": "flashtile.mla.hopper",
     "portable": "flashtile.mla.portable",
     "reference": "flashtile.mla.cpu",
-}
-# Tiers that run only where FLASHTILE_TIER asks for them, and why.
-ON_REQUEST = {
-    "hopper": "runs on request (FLASHTILE_TIER=hopper,portable) until its whole GPU suite is recorded",
 }
 
 
@@ -46,8 +42,6 @@ def plan(problem, device, prefer=()) -> Plan:
             continue
         tier = import_module(TIERS[name])
         reason = tier.refuses(problem, device)
-        if reason is None and name not in prefer:
-            reason = ON_REQUEST.get(name)
         if reason is None:
             return Plan(name, tier.config_of(problem, device), tier, tuple(refusals))
         refusals.append((name, reason))

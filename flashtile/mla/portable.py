@@ -22,10 +22,12 @@ import triton.language as tl
 
 from flashtile import settings
 from flashtile.device import softmax
+from flashtile.device.launch import Launches
 from flashtile.device.numerics import LOG2_E, NEG_INF, dot
 from flashtile.device.tensors import Rows
 from flashtile.mla import cache, schedule
-from flashtile.mla.relaunch import MAX_PREPARED, Prepared, launch_key
+from flashtile.mla.problem import table_shape
+from flashtile.outputs import fresh
 from flashtile.tiles import TileConfig
 
 SCALE_GROUP = tl.constexpr(cache.SCALE_GROUP)
@@ -278,18 +280,25 @@ def refuses(problem, device) -> str | None:
     return None
 
 
-class Outputs(NamedTuple):
-    """What the kernels write, as they see it: out and lse as Rows, and partial results."""
+class Tensors(NamedTuple):
+    """Of one call, as its launches take them; None where one is off."""
 
+    q: Any
+    # The cache, or what a packed one holds beside each other
+    latent: Any
+    scales: Any
+    rope: Any
+    # cache_seqlens or topk_length, and block_table or indices
+    lengths: Any
+    entries: Any
+    sinks: Any
+    # of schedule.py
+    table: Any
     out: Any
+    # (batch, seqlen_q, heads): heads of a token side by side, as kernels write them
     lse: Any
-    partial_out: Any
-    partial_lse: Any
-
-
-def as_sequences(x, problem):
-    """(batch, seqlen_q, ...), with indices (batch * seqlen_q, 1, ...): each query token is a sequence of its own."""
-    return x.reshape(problem.num_sequences, 1, *x.shape[2:]) if problem.sparse else x
+    # fp32: (slots, num_heads_kv, num_rows, 512), and (slots, num_heads_kv, num_rows) behind it
+    partial: Any
 
 
 def rows_of(x) -> Rows:
@@ -297,90 +306,139 @@ def rows_of(x) -> Rows:
     return Rows(x, *x.stride()[:3])
 
 
-def allocate(problem, q):
-    """out and lse, uninitialised."""
-    out = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v))
-    # Heads of a token side by side: so kernels write them
-    lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=torch.float32).transpose(1, 2)
-    return out, lse
+def sequences_of(problem, x) -> Rows:
+    """Rows of (batch, seqlen_q, heads, ...); with indices each query token is a sequence of its own."""
+    if not problem.sparse:
+        return rows_of(x)
+    # The tensor itself as pointer: `Launches` knows it
+    return Rows(x, *x.view(problem.num_sequences, 1, *x.shape[2:]).stride()[:3])
 
 
-def outputs_of(problem, out, lse, num_parts) -> Outputs:
-    # One part cuts nothing
-    slots = 2 * num_parts if num_parts > 1 else 0
-    rows = slots * problem.num_heads_kv * problem.num_rows
-    partial_out = out.new_empty((rows, problem.head_dim_v), dtype=torch.float32)
-    partial_lse = out.new_empty((rows,), dtype=torch.float32)
-    out, lse = (rows_of(as_sequences(x, problem)) for x in (out, lse.transpose(1, 2)))
-    return Outputs(out, lse, partial_out, partial_lse)
+def _is_viewable(x, *shape) -> bool:
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
-def keys_of(problem, operands) -> Keys:
-    kv_cache, table, indices = operands.kv_cache, operands.block_table, operands.indices
-    latent, scales, rope = cache.split_fp8(kv_cache) if problem.fp8 else (kv_cache, None, kv_cache[..., problem.head_dim_v :])
-    if problem.sparse:
-        table = None
-        indices = indices.reshape(problem.num_sequences, problem.topk)
-    return Keys(
-        rows_of(latent), None if scales is None else rows_of(scales), rows_of(rope), problem.page_size,
-        problem.num_pages * problem.page_size, table, indices, (indices if problem.sparse else table).stride(0),
-    )  # fmt: skip
+class Call:
+    """Schedule if a call brings none, decode, merge: three launches at most, for calls of one kind (see `Launches`).
+
+    What stays the same from call to call is kept. config: TileConfig.
+    """
+
+    # Whether the merge may be loaded while the kernel still runs that leaves it partial results
+    DEPENDENT = False
+
+    def __init__(self, problem, config, operands):
+        self.problem, self.config = problem, config
+        q, table = operands.q, operands.schedule
+        self.makes_table = table is None
+        if self.makes_table:
+            shape = table_shape(problem.num_sequences, problem.num_rows, problem.num_heads_kv, q.device)
+        else:
+            shape = table.shape
+        self.num_parts = schedule.num_parts_of(shape, problem.num_sequences)
+        self.new_table = fresh(shape, torch.int32)
+        out_shape = problem.batch, problem.seqlen_q, problem.num_heads, problem.head_dim_v
+        self.is_empty = 0 in out_shape
+        self.new_out, self.new_lse = fresh(out_shape), fresh(out_shape[:3], torch.float32)
+        # One part cuts nothing
+        slots = 2 * self.num_parts if self.num_parts > 1 else 0
+        self.partial_rows = slots * problem.num_heads_kv * problem.num_rows
+        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
+        # What bounds the keys of a sequence
+        self.max_length = problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
+        self.copies_q = not self.is_empty and self.must_copy(q)
+        self.copies_indices = problem.sparse and not _is_viewable(operands.indices, problem.num_sequences, problem.topk)
+        self.launches = Launches(self.start)
+
+    def __call__(self, operands):
+        """out and lse as `mla_decode` describes them."""
+        q = operands.q
+        out, lse = self.new_out(q), self.new_lse(q)
+        if not self.is_empty:
+            entries, lengths = operands.block_table, operands.cache_seqlens
+            if self.problem.sparse:
+                entries, lengths = operands.indices, operands.topk_length
+                if self.copies_indices:
+                    entries = entries.contiguous()
+            table = self.new_table(q) if self.makes_table else operands.schedule
+            if self.copies_q:
+                q = q.clone(memory_format=torch.contiguous_format)
+            self.launches(q, *self.parts_of(operands.kv_cache), lengths, entries, operands.sinks, table, out, lse,
+                          self.new_partial(q) if self.partial_rows else None)  # fmt: skip
+        return out, lse.transpose(1, 2)
+
+    def start(self, launch, *tensors):
+        x, problem = Tensors(*tensors), self.problem
+        if self.makes_table:
+            schedule.launch(x.table, x.lengths, fixed_length=self.max_length, num_sequences=problem.num_sequences,
+                            seqlen_q=problem.seqlen_q if problem.sparse else 1, launch=launch)  # fmt: skip
+        # One part has no partial results: any pointer will do
+        partial_out, partial_lse = x.lse, x.lse
+        if x.partial is not None:
+            partial_out, partial_lse = x.partial, x.partial[self.partial_rows * problem.head_dim_v :]
+        self.start_decode(launch, x, partial_out, partial_lse)
+        if x.partial is not None:
+            self.start_merge(launch, x, partial_out, partial_lse)
+
+    def keys_of(self, latent, scales, rope, x) -> Keys:
+        """latent, scales, rope: Rows or None."""
+        problem = self.problem
+        entries = x.entries.view(problem.num_sequences, problem.topk) if problem.sparse else x.entries
+        block_table, indices = (None, x.entries) if problem.sparse else (x.entries, None)
+        return Keys(latent, scales, rope, problem.page_size, problem.num_pages * problem.page_size, block_table, indices,
+                    entries.stride(0))  # fmt: skip
+
+    def start_merge(self, launch, x, partial_out, partial_lse):
+        problem, num_parts = self.problem, self.num_parts
+        by_part = problem.num_sequences > num_parts
+        total_rows = problem.num_heads_kv * problem.num_rows
+        # About as many partial results as a sequence has, where all are as long
+        splits = min(triton.next_power_of_2(triton.cdiv(num_parts, problem.num_sequences) + 1), MAX_SPLITS)
+        columns = min(problem.head_dim_v, MERGE_NUMBERS // splits)
+        rows = MERGE_NUMBERS // (splits * columns)
+        grid = (triton.cdiv(total_rows, rows), num_parts if by_part else problem.num_sequences,
+                problem.head_dim_v // columns)  # fmt: skip
+        constexprs = {"BY_PART": by_part, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns, "LATENT": problem.head_dim_v,
+                      "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks,
+                      "DEPENDENT": self.DEPENDENT}  # fmt: skip
+        launch(
+            merge, grid,
+            (sequences_of(problem, x.out), sequences_of(problem, x.lse), partial_out, partial_lse, x.table, x.sinks,
+             problem.num_rows, problem.num_heads_kv, num_parts),
+            constexprs, num_warps=4, **({"launch_pdl": True} if self.DEPENDENT else {}),
+        )  # fmt: skip
+
+    # Of this tier's kernel; that of another has its own
+
+    def must_copy(self, q) -> bool:
+        """Whether the kernel can't read the queries where they lie."""
+        problem = self.problem
+        return problem.sparse and not _is_viewable(q, problem.num_sequences, 1, *q.shape[2:])
+
+    def parts_of(self, kv_cache):
+        """(latent, scales, rope) of Tensors."""
+        if self.problem.fp8:
+            return cache.split_fp8(kv_cache)
+        return kv_cache, None, kv_cache[..., self.problem.head_dim_v :]
+
+    def start_decode(self, launch, x, partial_out, partial_lse):
+        problem, config = self.problem, self.config
+        keys = self.keys_of(*(None if part is None else rows_of(part) for part in (x.latent, x.scales, x.rope)), x)
+        constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "LATENT": problem.head_dim_v,
+                      "ROPE": problem.head_dim - problem.head_dim_v, "GROUP_SIZE": problem.group_size,
+                      "SEQUENCES_PER_LENGTH": problem.seqlen_q if problem.sparse else 1, "IS_CAUSAL": problem.causal,
+                      "LSE_WITH_SINKS": problem.lse_with_sinks}  # fmt: skip
+        launch(
+            decode, (triton.cdiv(problem.num_rows, config.tile_m) * problem.num_heads_kv, self.num_parts),
+            (sequences_of(problem, x.q), sequences_of(problem, x.out), sequences_of(problem, x.lse), keys, partial_out,
+             partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale, problem.num_sequences, problem.num_rows,
+             problem.num_heads_kv, problem.seqlen_q, self.max_length),
+            constexprs, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
 
 
-def max_length(problem, operands) -> int:
-    """What bounds the keys of a sequence."""
-    return problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
-
-
-# By what a compiled kernel and its arguments depend on, beside the data
-_prepared = {}
-
-
-def launch_merge(problem, operands, outputs, num_parts, dependent=False):
-    """Merge the partial results of sequences that were split. dependent: the kernel that leaves them lets this one begin."""
-    changing = *outputs, operands.schedule, operands.sinks
-    key = problem, num_parts, dependent, *launch_key((outputs.out.ptr, *changing[2:]))
-    prepared = _prepared.get(key)
-    if prepared is not None:
-        prepared.run(*changing, *prepared.rest)
-        return
-    by_part = problem.num_sequences > num_parts
-    candidates = num_parts if by_part else problem.num_sequences
-    total_rows = problem.num_heads_kv * problem.num_rows
-    # About as many partial results as a sequence has, where all are as long
-    splits = min(triton.next_power_of_2(triton.cdiv(num_parts, problem.num_sequences) + 1), MAX_SPLITS)
-    columns = min(problem.head_dim_v, MERGE_NUMBERS // splits)
-    rows = MERGE_NUMBERS // (splits * columns)
-    grid = triton.cdiv(total_rows, rows), candidates, problem.head_dim_v // columns
-    numbers = problem.num_rows, problem.num_heads_kv, num_parts
-    constexprs = {"BY_PART": by_part, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns, "LATENT": problem.head_dim_v,
-                  "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks,
-                  "DEPENDENT": dependent}  # fmt: skip
-    options = {"launch_pdl": True} if dependent else {}
-    compiled = merge[grid](*changing, *numbers, **constexprs, num_warps=4, **options)
-    if outputs.out.ptr.is_cuda:
-        if len(_prepared) >= MAX_PREPARED:
-            _prepared.clear()
-        _prepared[key] = Prepared(compiled[grid], (), (*numbers, *constexprs.values()))
-
-
-def launch(problem, config, operands):
-    """Run both kernels. config: TileConfig. Returns out and lse as `mla_decode` describes them."""
-    out, lse = allocate(problem, operands.q)
-    if out.numel() == 0:
-        return out, lse
-    num_parts = schedule.num_parts_of(operands.schedule, problem.num_sequences)
-    outputs = outputs_of(problem, out, lse, num_parts)
-    grid = triton.cdiv(problem.num_rows, config.tile_m) * problem.num_heads_kv, num_parts
-    decode[grid](
-        rows_of(as_sequences(operands.q, problem)), outputs.out, outputs.lse, keys_of(problem, operands), outputs.partial_out,
-        outputs.partial_lse, operands.schedule, operands.topk_length if problem.sparse else operands.cache_seqlens,
-        operands.sinks, problem.softmax_scale, problem.num_sequences, problem.num_rows, problem.num_heads_kv, problem.seqlen_q,
-        max_length(problem, operands), TILE_M=config.tile_m, TILE_N=config.tile_n, LATENT=problem.head_dim_v,
-        ROPE=problem.head_dim - problem.head_dim_v, GROUP_SIZE=problem.group_size,
-        SEQUENCES_PER_LENGTH=problem.seqlen_q if problem.sparse else 1, IS_CAUSAL=problem.causal,
-        LSE_WITH_SINKS=problem.lse_with_sinks, num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
-    if num_parts > 1:
-        launch_merge(problem, operands, outputs, num_parts)
-    return out, lse
+bind = Call

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashtile import hardware
 from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
 from flashtile.mla import cache
 from flashtile.problem import is_unaligned, values_readable
@@ -17,10 +18,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (*DTYPES, torch.float32, torch.float64)
 MAX_SEQLEN_Q = 8
 MAX_HEADS = 128
-
-# Calls that were checked, and what they are; forgotten all at once when there are many.
-MAX_DESCRIBED = 4096
-_DESCRIBED = {}
+# Query rows of one program of the schedule
+ROWS = 64
+# What stands for the multiprocessors in the interpreter: enough to split
+CPU_SMS = 4
 
 
 class MlaOperands(NamedTuple):
@@ -84,31 +85,15 @@ class MlaProblem:
             raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
         if num_pages * page_size >= 2**31:
             raise ShapeError(explain("kv_cache", "fewer than 2**31 tokens", f"{num_pages * page_size}"))
-        return cls(
+        problem = cls(
             batch=batch, seqlen_q=seqlen_q, num_heads=num_heads, num_heads_kv=num_heads_kv, head_dim=head_dim,
             head_dim_v=head_dim_v, dtype=q.dtype, num_pages=num_pages, page_size=page_size, causal=causal and seqlen_q > 1,
             softmax_scale=float(scale), topk=operands.indices.shape[2] if sparse else None,
             has_topk_length=operands.topk_length is not None, fp8=fp8, has_sinks=operands.sinks is not None,
             lse_with_sinks=lse_with_sinks, unaligned=is_unaligned(kv_cache),
         )  # fmt: skip
-
-    @classmethod
-    def of_call(cls, operands, **options):
-        """from_tensors, remembered by shapes, strides, dtypes and devices: a repeated call is not checked again."""
-        readable = values_readable(operands.q)
-        if readable or torch.compiler.is_compiling() or type(operands.q) is not torch.Tensor:
-            problem = cls.from_tensors(operands, **options)
-            if readable:
-                _check_values(operands, problem)
-            return problem
-        call = (*(None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in operands),
-                *options.values())  # fmt: skip
-        problem = _DESCRIBED.get(call)
-        if problem is None:
-            problem = cls.from_tensors(operands, **options)
-            if len(_DESCRIBED) >= MAX_DESCRIBED:
-                _DESCRIBED.clear()
-            _DESCRIBED[call] = problem
+        if values_readable(q):
+            _check_values(operands, problem)
         return problem
 
     @property
@@ -145,6 +130,12 @@ class MlaProblem:
         rows = self.batch * self.seqlen_q * self.num_heads
         return (sum(lengths) * self.num_heads_kv * token + rows * (self.head_dim + self.head_dim_v) * self.dtype.itemsize
                 + 4 * rows)  # fmt: skip
+
+
+def table_shape(num_sequences, num_rows, num_heads_kv, device):
+    """Of a schedule with as many parts as fill the device: each has a program for every ROWS query rows of a latent head."""
+    num_sms = hardware.detect(device).num_sms or CPU_SMS
+    return max(1, num_sms // (-(-num_rows // ROWS) * num_heads_kv)) + 1 + num_sequences, 2
 
 
 def _shape(x) -> str:

@@ -15,6 +15,8 @@ Everything follows from the prefix sums of the lengths, so no part waits for ano
 import triton
 import triton.language as tl
 
+from flashtile.device.launch import launch_now
+
 # Keys to a unit of the line
 TILE = tl.constexpr(64)
 # What a sequence costs beside its keys, in units: its queries, its output
@@ -114,15 +116,15 @@ def nth_slot(first_part, n):
     return tl.where(n == 0, 2 * first_part + 1, 2 * (first_part + n))
 
 
-def num_parts_of(table, num_sequences) -> int:
-    return table.shape[0] - 1 - num_sequences
+def num_parts_of(table_shape, num_sequences) -> int:
+    return table_shape[0] - 1 - num_sequences
 
 
-def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q):
+def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q, launch=launch_now):
     """Fill table, (num_parts + 1 + num_sequences, 2).
 
     lengths: int32, one for seqlen_q sequences each, or None where all have fixed_length, which bounds them anyway.
     """
-    parts = num_parts_of(table, num_sequences)
-    plan_parts[(1,)](table, lengths, fixed_length, num_sequences, parts, SEQLEN_Q=seqlen_q,
-                     PARTS=triton.next_power_of_2(parts + 1), BLOCK=64, num_warps=8)  # fmt: skip
+    parts = num_parts_of(table.shape, num_sequences)
+    constexprs = {"SEQLEN_Q": seqlen_q, "PARTS": triton.next_power_of_2(parts + 1), "BLOCK": 64}
+    launch(plan_parts, (1,), (table, lengths, fixed_length, num_sequences, parts), constexprs, num_warps=8)

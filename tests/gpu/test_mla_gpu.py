@@ -77,6 +77,17 @@ def test_bits_repeat(tier, name):
         assert all(torch.equal(x, y) for x, y in zip(mla_decode(**arguments, return_lse=True), first, strict=True))
 
 
+@pytest.mark.parametrize("name", ["causal", "sinks_split", "page_53", "sparse_fp8"])
+def test_calls_of_a_kind(tier, name):
+    """From the third on they are launched by addresses: those of this call's tensors."""
+    skip_refused(tier, BY_NAME[name].make(torch.bfloat16, "cuda"))
+    # Kept, so that no two calls have one address
+    alive = []
+    for seed in range(4):
+        alive.append(BY_NAME[name].make(torch.bfloat16, "cuda", seed))
+        check(BY_NAME[name], torch.bfloat16, "cuda", seed)
+
+
 def test_cuda_graph_with_schedule(tier):
     """A step of three layers, captured: a replay follows lengths that changed since."""
     arguments = MlaCase("graph", lengths=(3000, 100, 0), heads=32).make(torch.bfloat16, "cuda")
