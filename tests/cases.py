@@ -267,6 +267,8 @@ CASES = [
     Case("dropout_causal_gqa", 50, 70, batch=2, heads=4, heads_kv=2, causal=True, dropout_p=0.5, dlse=True),
     Case("dropout_everything", 65, 65, heads=4, heads_kv=2, window=(40, 10), softcap=5.0, alibi="heads", sinks="fp32",
          dropout_p=0.1),
+    Case("dropout_dim_128", 130, 200, heads=4, heads_kv=2, head_dim=128, causal=True, dropout_p=0.2),
+    Case("dropout_dim_256", 70, 140, head_dim=256, head_dim_v=192, window=(60, 30), dropout_p=0.2),
     Case("deterministic", 129, 129, heads=4, heads_kv=2, causal=True, deterministic=True),
     # Strides
     Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),

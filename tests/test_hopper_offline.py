@@ -18,13 +18,16 @@ import torch
 
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
-SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 160, ("causal", 64): 16}
+# Dropout's are between tiles: at most a word or four of them in the loop over keys.
+SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 160, ("causal", 64): 16, ("dropout", 64): 88,
+          ("dropout", 128): 8, ("dropout", 256): 184}  # fmt: skip
 # with 3 consumers, outside of the loop
-SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 72, ("causal", 128): 8}
+SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 72, ("causal", 128): 8, ("dropout", 64): 136}
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "features": {"window": (200, 100), "softcap": 20.0},
+    "dropout": {"dropout_p": 0.1},
 }
 
 pytestmark = [
@@ -40,8 +43,8 @@ def _calls():
 
     seen = set()
     for number, row in enumerate(tiles.HOPPER):
-        for name in ("plain", "causal"):
-            if row.causal in (None, name == "causal") and (row.block_dim, row.config, name) not in seen:
+        for name in ("plain", "causal", "dropout"):
+            if (name == "dropout" or row.causal in (None, name == "causal")) and (row.block_dim, row.config, name) not in seen:
                 seen.add((row.block_dim, row.config, name))
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
@@ -61,11 +64,13 @@ def _compile(call):
     problem = AttentionProblem(
         batch=1, seqlen_q=4096, seqlen_k=4096, num_heads=4, num_heads_kv=4, head_dim=row.block_dim, head_dim_v=row.block_dim,
         dtype=torch.bfloat16, window=OPTIONS[name].get("window", (None, 0 if name == "causal" else None)), softmax_scale=0.1,
-        softcap=OPTIONS[name].get("softcap", 0.0), has_alibi=features, has_sinks=features,
+        softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0), has_alibi=features,
+        has_sinks=features,
     )  # fmt: skip
     vector = torch.empty(4, device="meta") if features else None
+    rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     with offline.launches(90, sass=True, ptxas=True) as reports:
-        forward.launch(problem, row.config, Operands(q, k, v, alibi_slopes=vector, sinks=vector))
+        forward.launch(problem, row.config, Operands(q, k, v, alibi_slopes=vector, sinks=vector, rng_state=rng_state))
     return {"call": f"row {number} d{row.block_dim} {name}", "kind": (name, row.block_dim), **asdict(reports[-1])}
 
 

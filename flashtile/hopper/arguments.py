@@ -7,6 +7,7 @@ import torch
 from flashtile import hardware
 from flashtile.device import schedule
 from flashtile.device.compat import TensorDescriptor, current_stream, gl
+from flashtile.device.dropout import Dropout
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
@@ -176,11 +177,14 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
         prescaled=None if problem.softmax_scale > 0 else 1,
     )  # fmt: skip
+    dropout = Dropout(None, None, None)
+    if problem.dropout_p > 0:
+        dropout = Dropout(operands.rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
     split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
     arguments = (
         describe(operands.q, ROWS, block_d // 2 if split_q else block_d), describe(operands.k, config.tile_n, block_d),
         describe(operands.v, config.tile_n, block_dv), describe(out, ROWS, block_dv if own_out else block_dv // 2), lse,
-        counter, table, Window(*problem.window), score_params, operands.sinks, problem.lse_shape[-1], problem.seqlen_q,
+        counter, table, Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, problem.num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window

@@ -24,7 +24,9 @@ memory, asked while the last loads of a tile are under way; it is 0 again when t
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
-and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+
+Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
 What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json):
 - long sequences: the tensor pipe, active 84% of the cycles at head dim 256 causal, 98% full, 82% and 85% at 128 (8192 keys;
@@ -87,6 +89,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttentio
 
 from typing import Any, NamedTuple
 
+from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.compat import (
     fence_async_shared,
@@ -100,6 +103,7 @@ from flashtile.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
@@ -119,6 +123,8 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
+# Passes $1 through, and looks as if it could store it where $2 is negative, which no row is.
+_PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -432,15 +438,35 @@ def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.
 
 
 @gluon.jit
+def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
+    """Which weights of a step dropout keeps, for `_as_operands`; without dropout a placeholder.
+
+    Called while products are under way. ptxas would make the bits after the wait for those: the store, which never happens,
+    keeps them before it. That also saves a third to two thirds of the spills.
+    """
+    if dropout.rng_state is None:
+        return 0
+    else:
+        stream = RandomStream(stream.seed, (part.batch * num_heads + part.head).to(gl.uint32), stream.offset)
+        bits = dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
+        return gl.inline_asm_elementwise(_PIN, "=r,r,r", [bits, part.row_begin], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _halves(x):
     """Left and right columns of x; every element stays in its register."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _as_operands(p, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
-    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them."""
+def _as_operands(p, kept, dropout, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
+    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them.
+
+    With dropout FACTOR * p, or 0.
+    """
     layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    if dropout.rng_state is not None:
+        p = dropouts.drop(p, kept)
     p = p.to(ring.v_smem.dtype)
     if VALUE_PARTS == 1:
         return (gl.convert_layout(p, layout),)
@@ -480,7 +506,7 @@ def _begin(logits, scale_log2, SUMS_APART: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def _absorb_tile(
-    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
+    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
     TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -491,13 +517,14 @@ def _absorb_tile(
     _wait_turn(CONSUMER)
     raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS)
+    kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), SUMS_APART, WAIT_LATE, MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, acc * _per_row(correction, acc_layout), _as_operands(p, ring, acc_layout, VALUE_PARTS)
+    return state, acc * _per_row(correction, acc_layout), _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
 
 
 @gluon.jit
@@ -561,7 +588,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 
 @gluon.jit
 def _compute(
-    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks,
+    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
     NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
@@ -569,6 +596,7 @@ def _compute(
     """A consumer: 64 rows of each tile of this program."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     scale_log2 = scores.scale_log2(score_params)
+    stream = dropouts.load_stream(dropout, num_heads)
 
     if CONSUMER == NUM_CONSUMERS - 1:
         _pass_turn(CONSUMER, NUM_CONSUMERS)
@@ -592,11 +620,12 @@ def _compute(
     _wait_turn(CONSUMER, some)
     raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
+    kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
     state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
-    p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
+    p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
     index = 0
     while whole.end > 0:
         _skip_values(ring, step - skipped, skipped, NUM_STAGES)
@@ -609,7 +638,8 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, True,
+                    stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                    True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -617,13 +647,15 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, False,
+                stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE, True,
+                    stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                    True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -649,6 +681,7 @@ def _compute(
         raw = _start_scores(ring, next_q_slot, q_left, step, TILE_N, NUM_STAGES)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS,
                                 more)  # fmt: skip
+        kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
@@ -657,7 +690,7 @@ def _compute(
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
         next_state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
-        p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
+        p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
         if OWN_OUT:
             tma_store_wait(0)
         acc = warpgroup_mma_wait(0, deps=[product])
@@ -668,6 +701,8 @@ def _compute(
             state, correction = softmax.absorb_sink(state, gl.load(sinks + part.head).to(gl.float32))
             acc = acc * _per_row(correction, acc_layout)
         inverse, row_lse = softmax.finish(state)
+        if dropout.rng_state is not None:
+            inverse = inverse * (dropout.keep_scale / dropouts.FACTOR)
         _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
                CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, PACKED)  # fmt: skip
         if not OWN_OUT:
@@ -719,7 +754,7 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
     "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, lse_stride, seqlen_q, seqlen_k,
+    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
     NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
@@ -743,43 +778,43 @@ def attention_forward(
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
                      SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 2)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST, MASK_SECOND,
-                        OWN_OUT, PACKED, 3)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
+                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
