@@ -6,6 +6,7 @@ Kernels take these names from here and nothing that is versioned from Triton its
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,7 +27,7 @@ tma_store_wait = tma.store_wait
 allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
-    "TensorDescriptor", "allow_dependents", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TensorDescriptor", "allow_dependents", "async_copy", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
     "partition_barrier", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 

@@ -26,9 +26,9 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
   128 heads 583; between the two halves of the scores, so that the other half of its slot is free 576 clocks earlier, 508.
 - the slot told as a constant: the compiler keeps the addresses of all products, and spills 520 bytes.
 - tiles asked for at L2 one ahead: 128 heads 520 before, 508 then; 64 heads 303, 340 (so not there).
-- sparse and packed, batch 128, 128 heads, 2 query tokens, top-k 2048: 1228 by the portable kernel; gathered 537; with numbers
-  unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles ahead 567. That
-  helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
+- sparse and packed, batch 128, 128 heads, 2 query tokens, top-k 2048: 1228 by the portable kernel; gathered through registers
+  537; with numbers unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles
+  ahead 567. That helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
 Not measured yet: the rotary part of q in registers (no spills; 3% less traffic); the length of a part's next sequence asked for
 one round ahead (as the round's length, see `_segment`).
 
@@ -43,10 +43,12 @@ from flashtile.device import softmax
 from flashtile.device.compat import (
     TensorDescriptor,
     allow_dependents,
+    async_copy,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    partition_barrier,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -85,6 +87,9 @@ class Ring(NamedTuple):
     sum_smem: Any
     # 0 or -inf for each token of a slot; None where only the end of a sequence hides
     bias_smem: Any
+    # Of a producer that gathers: what leads to the tokens of a tile, and pairs of scales of packed ones; None where not needed
+    entries_smem: Any
+    scale_smem: Any
     q_ready: Any
     q_free: Any
     latent_ready: Any
@@ -212,32 +217,29 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
             step += 1
 
 
-class Tokens(NamedTuple):
-    """Where the tokens of a tile begin, pointers to bytes, and which are visible."""
-
-    ptrs: Any
-    visible: Any
+@gluon.jit
+def _entry_ptrs(keys, sequence, cols):
+    """Where the block table or the indices hold what leads to the tokens `cols`."""
+    if keys.indices is None:
+        return keys.block_table + sequence.to(gl.int64) * keys.row_stride + cols // keys.page_size
+    else:
+        return keys.indices + sequence.to(gl.int64) * keys.row_stride + cols
 
 
 @gluon.jit
-def _look_up(keys, sequence, tile, length, layout: gl.constexpr):
-    rows = tile * TILE + gl.arange(0, TILE, layout)
-    return portable.look_up(keys, sequence, rows, length)
+def _offsets(keys, entries, cols, length):
+    """Bytes from the first token of the cache to the tokens `cols`; negative where hidden."""
+    page, offset, visible = portable.place(keys, entries, cols, length)
+    offsets = page.to(gl.int64) * keys.latent.batch_stride + offset.to(gl.int64) * keys.latent.row_stride
+    return gl.where(visible & (cols < length), offsets, -16)
 
 
 @gluon.jit
-def _place(keys, entries, tile, length, layout: gl.constexpr):
-    rows = tile * TILE + gl.arange(0, TILE, layout)
-    page, offset, visible = portable.place(keys, entries, rows, length)
-    return Tokens(portable.token_ptrs(keys.latent, page, offset, 0), visible)
-
-
-@gluon.jit
-def _prefetch(tokens, layout: gl.constexpr, TOKEN_BYTES: gl.constexpr):
+def _prefetch(keys, offsets, pairs: gl.constexpr, TOKEN_BYTES: gl.constexpr):
     """Bring tokens to L2, two threads each."""
     for first in gl.static_range(0, TOKEN_BYTES, 128):
-        byte = first + 64 * gl.arange(0, 2, gl.SliceLayout(0, layout))
-        wanted = tokens.visible[:, None] & (byte < TOKEN_BYTES)[None, :]
+        byte = first + 64 * gl.arange(0, 2, gl.SliceLayout(1, pairs))
+        wanted = (offsets >= 0)[None, :] & (byte < TOKEN_BYTES)[:, None]
         gl.inline_asm_elementwise(
             """{
             .reg .pred wanted;
@@ -245,8 +247,14 @@ def _prefetch(tokens, layout: gl.constexpr, TOKEN_BYTES: gl.constexpr):
             @wanted prefetch.global.L2 [$1];
             mov.u32 $0, 0;
             }""",
-            "=r,l,r", [(tokens.ptrs[:, None] + byte[None, :]).to(gl.int64), wanted.to(gl.int32)], dtype=gl.int32, is_pure=False,
-            pack=1)  # fmt: skip
+            "=r,l,r", [(keys.latent.ptr + (offsets[None, :] + byte[:, None])).to(gl.int64), wanted.to(gl.int32)],
+            dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _copy_entries(ring, keys, sequence, cols, length, slot):
+    """What leads to the tokens `cols`, to shared memory; zeros behind the end."""
+    async_copy.async_copy_global_to_shared(ring.entries_smem.index(slot), _entry_ptrs(keys, sequence, cols), mask=cols < length)
 
 
 @gluon.jit
@@ -260,21 +268,53 @@ def _chunk_byte(number: gl.constexpr, own, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _load_chunk(tokens, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
-    """A chunk of each token of a tile, as int32."""
-    rows = (tokens.ptrs + _chunk_byte(number, own, CHUNKS)).to(gl.pointer_type(gl.int32), bitcast=True)
-    words = gl.arange(0, 32, gl.SliceLayout(0, layout))
-    return gl.load(rows[:, None] + words[None, :], mask=tokens.visible[:, None], other=0)
+def _chunk_ptrs(keys, rows, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
+    """A chunk of each token of a tile, as int32. rows: offsets of the tokens."""
+    begins = (keys.latent.ptr + (rows + _chunk_byte(number, own, CHUNKS))).to(gl.pointer_type(gl.int32), bitcast=True)
+    return begins[:, None] + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _load_scale(tokens, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
-    """The scales of a latent chunk; where there are none, zeros that nobody reads."""
-    if CHUNKS == 4 and number < CHUNKS:
-        ptrs = tokens.ptrs + (SCALES_BYTE + _chunk_byte(number, own, CHUNKS) // 32)
-        return gl.load(ptrs.to(gl.pointer_type(gl.float32), bitcast=True), mask=tokens.visible, other=0.0)
+def _load_chunk(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
+    """A packed chunk of each token."""
+    return gl.load(_chunk_ptrs(keys, rows, number, own, layout, 4), mask=(rows >= 0)[:, None], other=0)
+
+
+@gluon.jit
+def _chunk_smem(ring, number: gl.constexpr, slot, CHUNKS: gl.constexpr):
+    """Where a chunk belongs, as int32: (TILE, 32), or (TILE, 64) for a latent one that was packed."""
+    if number == CHUNKS:
+        return ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS)
     else:
-        return gl.zeros([TILE], gl.float32, gl.SliceLayout(1, layout))
+        half = slot if number < CHUNKS // 2 else 1 - slot
+        smem = ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
+        WIDTH: gl.constexpr = 256 // CHUNKS
+        return smem.slice(number % (CHUNKS // 2) * WIDTH, WIDTH, dim=1)
+
+
+@gluon.jit
+def _copy_chunk(ring, keys, rows, number: gl.constexpr, slot, layout: gl.constexpr, CHUNKS: gl.constexpr):
+    """A chunk that is not packed goes straight to its place; zeros where hidden."""
+    async_copy.async_copy_global_to_shared(_chunk_smem(ring, number, slot, CHUNKS),
+                                           _chunk_ptrs(keys, rows, number, slot, layout, CHUNKS),
+                                           mask=(rows >= 0)[:, None])  # fmt: skip
+
+
+@gluon.jit
+def _copy_scales(ring, keys, offsets, slot, pairs: gl.constexpr):
+    """The two scales of the half that comes first in a slot, then those of the other."""
+    half = gl.arange(0, 2, gl.SliceLayout(1, pairs)) ^ slot
+    ptrs = keys.latent.ptr + (offsets[None, :] + (SCALES_BYTE + 8 * half)[:, None])
+    async_copy.async_copy_global_to_shared(
+        ring.scale_smem.index(slot).reshape([2, TILE]), ptrs.to(gl.pointer_type(gl.int64), bitcast=True),
+        mask=(offsets >= 0)[None, :] & (half >= 0)[:, None])  # fmt: skip
+
+
+@gluon.jit
+def _load_scale(ring, number: gl.constexpr, slot, row_layout: gl.constexpr):
+    """The scale of a chunk of each token."""
+    both = ring.scale_smem.index(slot).slice(number // 2 * TILE, TILE).load(row_layout)
+    return (both >> (32 * (number % 2))).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -306,89 +346,100 @@ def _unpack(words, scale):
 
 
 @gluon.jit
-def _store_chunk(ring, words, scale, number: gl.constexpr, slot, CHUNKS: gl.constexpr):
-    if number == CHUNKS:
-        ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS).store(words)
-    else:
-        half = slot if number < CHUNKS // 2 else 1 - slot
-        smem = ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
-        if CHUNKS == 4:
-            smem.slice(number % 2 * 64, 64, dim=1).store(_unpack(words, scale))
-        else:
-            smem.slice(number % 4 * 32, 32, dim=1).store(words)
-
-
-@gluon.jit
 def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
             ROPE: gl.constexpr):  # fmt: skip
-    """The producer where tokens lie anywhere, or packed: they come to L2, to registers, and then to shared memory.
+    """The producer where tokens lie anywhere, or packed.
 
-    A tile is looked up three tiles ahead and asked for at L2 two ahead; four chunks of 128 bytes a token are on their way to
-    registers.
+    What leads to a tile is copied three tiles ahead, and the tile is asked for at L2 two ahead. ptxas counts most loads of a
+    loop by one scoreboard: who waits for one, or spills it, waits for all. Hence asynchronous copies to shared memory, except
+    of packed chunks: four, all of a tile, are on their way to registers.
     """
     # 16 bytes a thread. 8 threads that store together cover a row of 128 bytes, or of packed tokens, which grow to twice
     # that, half of two rows: in both cases they meet all banks once.
+    CHUNKS: gl.constexpr = 8 if keys.scales is None else 4
     lanes: gl.constexpr = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
     lanes_packed: gl.constexpr = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
-    CHUNKS: gl.constexpr = 8 if keys.scales is None else 4
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [16, 0], [32, 0]], lanes if CHUNKS == 8 else lanes_packed, [[4, 0], [8, 0]], [], [TILE, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    # Two threads a token. A warp has the tokens that it has in `layout`, so that conversions stay inside
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[1, 0], [0, 1], [0, 2], [0, 16], [0, 32]], [[0, 4], [0, 8]], [], [2, TILE])
+    tokens: gl.constexpr = gl.SliceLayout(0, pairs)
     TOTAL: gl.constexpr = CHUNKS + (ROPE > 0)
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [4, 1], [1, 0])
     TOKEN_BYTES: gl.constexpr = PACKED_BYTES if CHUNKS == 4 else 2 * (LATENT + ROPE)
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
         segment = _segment(lengths, part, index, max_length, SEQUENCES_PER_LENGTH)
-        entries = _look_up(keys, segment.sequence, segment.first, segment.length, row_layout)
-        tokens = _place(keys, entries, segment.first, segment.length, row_layout)
-        entries = _look_up(keys, segment.sequence, segment.first + 1, segment.length, row_layout)
-        ahead = _look_up(keys, segment.sequence, segment.first + 1, segment.length, gl.SliceLayout(1, pairs))
-        own = step & 1
-        first = _load_chunk(tokens, 0, own, layout, CHUNKS)
-        second = _load_chunk(tokens, 1, own, layout, CHUNKS)
-        third = _load_chunk(tokens, 2, own, layout, CHUNKS)
-        fourth = _load_chunk(tokens, 3, own, layout, CHUNKS)
-        scale = _load_scale(tokens, 0, own, layout, CHUNKS)
-        there = _place(keys, ahead, segment.first + 1, segment.length, gl.SliceLayout(1, pairs))
-        _prefetch(there, pairs, TOKEN_BYTES)
-        ahead = _look_up(keys, segment.sequence, segment.first + 2, segment.length, gl.SliceLayout(1, pairs))
-        _load_queries(q_desc, q_rope_desc, ring, segment.sequence, index, ROPE)
+        sequence = segment.sequence
+        length = segment.length
+        cols = segment.first * TILE + gl.arange(0, TILE, tokens)
+        entries = portable.look_up(keys, sequence, cols, length)
+        following_entries = portable.look_up(keys, sequence, cols + TILE, length)
+        _copy_entries(ring, keys, sequence, cols + 2 * TILE, length, step & 1)
+        now = _offsets(keys, entries, cols, length)
+        following = _offsets(keys, following_entries, cols + TILE, length)
+        if CHUNKS == 4:
+            _copy_scales(ring, keys, now, step & 1, pairs)
+            rows = gl.convert_layout(now, row_layout)
+            first = _load_chunk(keys, rows, 0, step & 1, layout)
+            second = _load_chunk(keys, rows, 1, step & 1, layout)
+            third = _load_chunk(keys, rows, 2, step & 1, layout)
+            fourth = _load_chunk(keys, rows, 3, step & 1, layout)
+        else:
+            _prefetch(keys, now, pairs, TOKEN_BYTES)
+        async_copy.commit_group()
+        _prefetch(keys, following, pairs, TOKEN_BYTES)
+        _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
+        async_copy.wait_group(0)
+        partition_barrier()
         for tile in range(segment.first, segment.end):
-            there = _place(keys, ahead, tile + 2, segment.length, gl.SliceLayout(1, pairs))
-            _prefetch(there, pairs, TOKEN_BYTES)
-            ahead = _look_up(keys, segment.sequence, tile + 3, segment.length, gl.SliceLayout(1, pairs))
-            following = _place(keys, entries, tile + 1, segment.length, row_layout)
-            entries = _look_up(keys, segment.sequence, tile + 2, segment.length, row_layout)
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
-            for number in gl.static_range(TOTAL):
-                # The scorer's half first
-                if number == 0:
-                    mbarrier.wait(ring.latent_free.index(slot * 3), free_phase)
-                    if ring.bias_smem is not None:
-                        ring.bias_smem.index(slot).store(gl.where(tokens.visible, 0.0, NEG_INF))
-                if number == CHUNKS // 2:
-                    fence_async_shared()
-                    mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
-                    mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
-                this_scale = scale
-                if number + 1 < TOTAL:
-                    scale = _load_scale(tokens, number + 1, slot, layout, CHUNKS)
-                else:
-                    scale = _load_scale(following, 0, 1 - slot, layout, CHUNKS)
-                _store_chunk(ring, first, this_scale, number, slot, CHUNKS)
-                first = second
-                second = third
-                third = fourth
-                if number + 4 < TOTAL:
-                    fourth = _load_chunk(tokens, number + 4, slot, layout, CHUNKS)
-                else:
-                    fourth = _load_chunk(following, number + 4 - TOTAL, 1 - slot, layout, CHUNKS)
+            cols = tile * TILE + gl.arange(0, TILE, tokens)
+            ahead = _offsets(keys, ring.entries_smem.index(slot).load(tokens), cols + 2 * TILE, length)
+            _prefetch(keys, ahead, pairs, TOKEN_BYTES)
+            _copy_entries(ring, keys, sequence, cols + 3 * TILE, length, 1 - slot)
+            if CHUNKS == 4:
+                _copy_scales(ring, keys, following, 1 - slot, pairs)
+                async_copy.commit_group()
+            # The scorer's half first
+            mbarrier.wait(ring.latent_free.index(slot * 3), free_phase)
+            if ring.bias_smem is not None:
+                ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
+            if CHUNKS == 4:
+                following_rows = gl.convert_layout(following, row_layout)
+                for number in gl.static_range(4):
+                    if number == 2:
+                        fence_async_shared()
+                        mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
+                        mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
+                        _copy_chunk(ring, keys, gl.convert_layout(now, row_layout), 4, slot, layout, CHUNKS)
+                        async_copy.commit_group()
+                    scale = _load_scale(ring, number, slot, row_layout)
+                    _chunk_smem(ring, number, slot, CHUNKS).store(_unpack(first, scale))
+                    first = second
+                    second = third
+                    third = fourth
+                    fourth = _load_chunk(keys, following_rows, number, 1 - slot, layout)
+            else:
+                rows = gl.convert_layout(now, row_layout)
+                for number in gl.static_range(4):
+                    _copy_chunk(ring, keys, rows, number, slot, layout, CHUNKS)
+                async_copy.commit_group()
+                mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
+                for number in gl.static_range(4, TOTAL):
+                    _copy_chunk(ring, keys, rows, number, slot, layout, CHUNKS)
+                async_copy.commit_group()
+                async_copy.wait_group(1)
+                fence_async_shared()
+                mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
+            async_copy.wait_group(0)
             fence_async_shared()
             mbarrier.arrive(ring.latent_ready.index(slot + 1), count=1)
-            tokens = following
+            now = following
+            following = ahead
             step += 1
 
 
@@ -596,11 +647,17 @@ def decode(
     bias_smem = None
     if SPARSE:
         bias_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], vectors)
+    entries_smem = None
+    scale_smem = None
+    if latent_desc is None:
+        entries_smem = gl.allocate_shared_memory(gl.int32, [2, TILE], vectors)
+        if keys.scales is not None:
+            scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
     ring = Ring(
         _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors),
-        bias_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), _allocate_barriers(1, 4),
-        _allocate_barriers(1, 4), _allocate_barriers(1, 2),
+        bias_smem, entries_smem, scale_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0),
+        _allocate_barriers(1, 4), _allocate_barriers(1, 4), _allocate_barriers(1, 2),
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
@@ -622,8 +679,8 @@ def refuses(problem, device) -> str | None:
         return f"takes one latent head, not {problem.num_heads_kv}"
     if problem.softmax_scale <= 0:
         return "takes a positive softmax_scale"
-    if problem.fp8:
-        return None if problem.dtype == torch.bfloat16 else f"takes packed caches for bfloat16 queries, not {problem.dtype}"
+    if problem.fp8 and problem.dtype != torch.bfloat16:
+        return f"takes packed caches for bfloat16 queries, not {problem.dtype}"
     if problem.unaligned:
         return "needs a kv_cache whose rows begin at multiples of 16 bytes"
     return None
