@@ -53,9 +53,9 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
     the counter, and dk and dv that leave through the buffers of dscores, so that k and v of the next tile come under it: 1.02
         to 1.13 at head dim 64, 1.02 to 1.06 at 128, causal most, against programs with a fixed list of tiles
 
-deterministic=True takes 1.05 to 1.33 times as long as the free order (at head dim 128 1.05 to 1.10, at 64 1.14 to 1.33; at 256
-not measured since). Against dq through the TMA unit, where one thread could wait for all additions, it is 1.02 to 1.09 times as
-fast at 128, but 0.88 to 1.05 at 64.
+deterministic=True takes 1.06 to 1.30 times as long as the free order at head dim 64, 1.06 to 1.15 at 128, 1.09 to 1.54 at 256
+(means 1.15, 1.08, 1.27; benchmarks/results/nvidia-h200/deterministic.json). Against dq through the TMA unit, where one thread
+could wait for all additions, it is 1.02 to 1.09 times as fast at 128, but 0.88 to 1.05 at 64 (not recorded).
 
 What did not help:
 
