@@ -442,7 +442,7 @@ def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
     """Which weights of a step dropout keeps, for `_as_operands`; without dropout a placeholder.
 
     Called while products are under way. ptxas would make the bits after the wait for those: the store, which never happens,
-    keeps them before it. That also saves a third to two thirds of the spills.
+    keeps them before it.
     """
     if dropout.rng_state is None:
         return 0
