@@ -4,8 +4,10 @@
     _load (default)  4       takes tiles from a counter, tells them to the others, starts every TMA load
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
 
-A tile is 64 queries a consumer, of one head. K and V are one unbroken stream of steps over all tiles of a program (K of step
-i+1 is loaded before V of step i, also from one tile to the next); a step is a key tile, and goes to all consumers:
+A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
+one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
+steps over all tiles of a program (K of step i+1 is loaded before V of step i, also from one tile to the next); a step is a key
+tile, and goes to all consumers:
 
     scores(i) = q kᵀ(i)  |  acc += p(i-1) v(i-1)      both in flight together
     p(i), row_max, row_sum = online softmax(scores(i)) under the second product
@@ -149,7 +151,10 @@ class Ring(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a consumer, or all together, do of one tile: query rows from row_begin on, key tiles [begin, end)."""
+    """What a consumer, or all together, do of one tile: queries from row_begin on, key tiles [begin, end).
+
+    head is the number of the group where its heads share the tile.
+    """
 
     batch: Any
     head: Any
@@ -189,10 +194,11 @@ def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N
 
 
 @gluon.jit
-def _consumer_part(part, lengths, window, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
+def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
     """The part of one consumer. Rows past the length do what the last row does."""
-    row_begin = part.row_begin + CONSUMER * ROWS
-    tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, ROWS, TILE_N)
+    QUERIES: gl.constexpr = ROWS // HEADS
+    row_begin = part.row_begin + CONSUMER * QUERIES
+    tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, QUERIES, TILE_N)
     end = gl.minimum(gl.maximum(tiles.end, part.begin + 1), part.end)
     begin = gl.minimum(gl.maximum(tiles.begin, part.begin), end - 1)
     # Key tile end - 1 comes first, and is masked whatever it holds.
@@ -251,11 +257,21 @@ def _place(batch, start, length, row, PACKED: gl.constexpr):
 
 @gluon.jit
 def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """head and row: of q as `_head_and_row` gives them."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     if PACKED:
         tma_load(desc, [PACKED_ROWS, place, head, row, COL], ready, slot_smem)
     else:
         tma_load(desc, [place, head, row, COL], ready, slot_smem)
+
+
+@gluon.jit
+def _head_and_row(head, row, HEADS: gl.constexpr):
+    """In the order of the descriptors of q and out, which `arguments.descriptor` explains."""
+    if HEADS == 1:
+        return head, row
+    else:
+        return row, head * HEADS
 
 
 @gluon.jit
@@ -266,17 +282,18 @@ def _q_slots(index, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, ring, index, part, lengths, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-            PACKED: gl.constexpr):  # fmt: skip
+def _load_q(q_desc, ring, index, part, lengths, HEADS: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+            SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """Queries of a consumer; with SPLIT_Q q_desc is of half of their columns."""
     slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
     COL: gl.constexpr = q_desc.block_type.shape[-1] if SPLIT_Q else 0
-    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * ROWS, PACKED)
+    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
+    head, row = _head_and_row(part.head, row, HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
-    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, part.head, row, PACKED, COL)
+    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
     if SPLIT_Q:
         mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
-        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, part.head, row, PACKED)
+        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, head, row, PACKED)
 
 
 @gluon.jit
@@ -319,11 +336,11 @@ def _load_step(
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr,
+    TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
-    TILE_M: gl.constexpr = ROWS * NUM_CONSUMERS
+    TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
     index = 0
     step = 0
@@ -335,7 +352,7 @@ def _load(
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
+            _load_q(q_desc, ring, index, part, lengths, HEADS, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
         k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
         steps = part.end - part.begin
         for i in range(steps - 2):
@@ -425,10 +442,22 @@ def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.const
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.constexpr, MASKED: gl.constexpr):
+def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
+    """Position of each row of a consumer, and its head."""
+    i = gl.arange(0, ROWS, layout)
+    if HEADS == 1:
+        return part.row_begin + i, part.head
+    else:
+        return part.row_begin + i // HEADS, part.head * HEADS + i % HEADS
+
+
+@gluon.jit
+def _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr,
+            MASKED: gl.constexpr):  # fmt: skip
     """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
     layout: gl.constexpr = raw.type.layout
-    rows = (part.row_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = _rows_and_heads(part, HEADS, row_layout)[0][:, None]
     cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
     first_col = n_tile * TILE_N
     logits = scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
@@ -507,7 +536,7 @@ def _begin(logits, scale_log2, SUMS_APART: gl.constexpr, MASKED: gl.constexpr):
 @gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
-    TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
@@ -520,7 +549,7 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
+    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), SUMS_APART, WAIT_LATE, MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
@@ -555,7 +584,8 @@ def _start_store(out_desc, buffer, place, head, row, COL: gl.constexpr, PACKED: 
 
 
 @gluon.jit
-def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, PACKED: gl.constexpr):
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, HEADS: gl.constexpr,
+           PACKED: gl.constexpr):  # fmt: skip
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
 
     left: slot for the left half of out, and the other has the right one; None: all of it.
@@ -570,26 +600,28 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         left_buffer = ring.out_smem.index(left)
         left_buffer.reshape([ROWS, COLS]).store(out_left)
         buffer.reshape([ROWS, COLS]).store(out_right)
-    rows = part.row_begin + gl.arange(0, ROWS, row_lse.type.layout)
+    layout: gl.constexpr = row_lse.type.layout
+    rows, heads = _rows_and_heads(part, HEADS, layout)
     if PACKED:
-        head_lse = lse + part.head.to(gl.int64) * lse_stride + lengths.start_q
+        head_lse = lse + heads.to(gl.int64) * lse_stride + lengths.start_q
     else:
-        head_lse = lse + (part.batch * num_heads + part.head).to(gl.int64) * lse_stride
+        head_lse = lse + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse_stride
     gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
+    head, row = _head_and_row(part.head, row, HEADS)
     if left is None:
-        _start_store(out_desc, buffer, place, part.head, row, 0, PACKED)
+        _start_store(out_desc, buffer, place, head, row, 0, PACKED)
     else:
-        _start_store(out_desc, left_buffer, place, part.head, row, 0, PACKED)
-        _start_store(out_desc, buffer, place, part.head, row, COLS, PACKED)
+        _start_store(out_desc, left_buffer, place, head, row, 0, PACKED)
+        _start_store(out_desc, buffer, place, head, row, COLS, PACKED)
 
 
 @gluon.jit
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
-    TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    HEADS: gl.constexpr, TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
     NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -603,7 +635,7 @@ def _compute(
     whole, lengths = _receive(ring, lengths, 0, PACKED)
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
-    part = _consumer_part(whole, lengths, window, TILE_N, CONSUMER)
+    part = _consumer_part(whole, lengths, window, HEADS, TILE_N, CONSUMER)
     slope = scores.load_slope(score_params, part.batch, part.head)
     # Steps before the first of this tile whose values are still to be handed back
     skipped = whole.end - part.end
@@ -623,7 +655,7 @@ def _compute(
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
+    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
     state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
     p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
     index = 0
@@ -638,8 +670,8 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                    True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                    WAIT_LATE, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -647,15 +679,15 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                False,
+                stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                WAIT_LATE, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                    True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                    WAIT_LATE, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -663,7 +695,7 @@ def _compute(
         index += 1
         next_whole, next_lengths = _receive(ring, lengths, index, PACKED)
         more = next_whole.end > 0
-        next_part = _consumer_part(next_whole, next_lengths, window, TILE_N, CONSUMER)
+        next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, CONSUMER)
         next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
         skipped = part.begin - whole.begin
         if more:
@@ -688,7 +720,8 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
+                         MASK_FIRST)  # fmt: skip
         next_state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
         p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
         if OWN_OUT:
@@ -698,13 +731,15 @@ def _compute(
         if SUMS_APART:
             state = softmax.join(state)
         if sinks is not None:
-            state, correction = softmax.absorb_sink(state, gl.load(sinks + part.head).to(gl.float32))
+            row_layout: gl.constexpr = state.row_max.type.layout
+            heads = _rows_and_heads(part, HEADS, row_layout)[1]
+            state, correction = softmax.absorb_sink(state, gl.load(sinks + heads).to(gl.float32))
             acc = acc * _per_row(correction, acc_layout)
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * (dropout.keep_scale / dropouts.FACTOR)
         _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
-               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, PACKED)  # fmt: skip
+               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
@@ -756,8 +791,8 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
 def attention_forward(
     q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
     SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
     OWN_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -776,45 +811,45 @@ def attention_forward(
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 2)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, TILE_N,
-                        BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 3)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
