@@ -125,7 +125,7 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
-# Passes $1 through, and looks as if it could store it where $2 is negative, which no row is.
+# Passes $1 through, and looks as if it could store it where $2 is negative, which no number of heads is.
 _PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
@@ -478,7 +478,7 @@ def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
     else:
         stream = RandomStream(stream.seed, (part.batch * num_heads + part.head).to(gl.uint32), stream.offset)
         bits = dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
-        return gl.inline_asm_elementwise(_PIN, "=r,r,r", [bits, part.row_begin], dtype=gl.int32, is_pure=False, pack=1)
+        return gl.inline_asm_elementwise(_PIN, "=r,r,r", [bits, num_heads], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
