@@ -27,7 +27,7 @@ def descriptor(x, rows, block_dim, heads=1):
 
     With more heads a tile, as it is: a tile holds rows // heads of each, those of one position side by side.
     """
-    batch, seqlen, heads, dim = x.shape
+    batch, seqlen, num_heads, dim = x.shape
     strides = x.stride()
     # The stride of a dim of size 1 means nothing, and may be one that TMA does not take.
     batch_stride, row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:3], strides))
@@ -36,7 +36,7 @@ def descriptor(x, rows, block_dim, heads=1):
         return TensorDescriptor(x, [*x.shape], [batch_stride, row_stride, head_stride, 1], block,
                                 gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
     block = [1, 1, rows, block_dim]
-    return TensorDescriptor(x, [batch, heads, seqlen, dim], [batch_stride, head_stride, row_stride, 1], block,
+    return TensorDescriptor(x, [batch, num_heads, seqlen, dim], [batch_stride, head_stride, row_stride, 1], block,
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
 
