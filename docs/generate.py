@@ -137,7 +137,7 @@ def page_cost() -> str:
 
 
 def mla() -> str:
-    """MLA decode, one query token a sequence, by each tier: which bound, and how near."""
+    """MLA decode by each tier: which bound, how near, and FlashMLA in the same run where the record has it."""
     return "\n\n".join(map(mla_table, ("mla-hopper.json", "mla-portable.json")))
 
 
@@ -145,15 +145,21 @@ def mla_table(name) -> str:
     record = load(name)
     if record is None:
         return missing(name)
+    beside = any("flash_mla_ms" in row for row in record["rows"])
     lines = []
     for row in record["rows"]:
-        if row["seqlen_q"] == 1 and row["topk"] is None and not row["fp8"]:
-            speeds = f"{row['tflops']:.0f}", f"{row['gbytes_per_s'] / 1e3:.2f}"
-            lines.append([row["batch"], row["cache_seqlen"], row["heads"], f"{median(row['ms']) * 1e3:.0f}", *speeds,
-                          row["limit"], f"{row['roof']:.0%}"])  # fmt: skip
-    header = ["batch", "cache length", "heads", "µs", "TFLOP/s", "TB/s", "bound by", "of that roof"]
-    caption = (f"MLA decode, {record['rows'][0]['tier']} tier, one query token, bf16. Command: `{record['command']}`. "
-               f"{provenance(record, name)}")  # fmt: skip
+        us = median(row["ms"]) * 1e3
+        cache = f"{row['topk']} of {row['cache_seqlen']}{', fp8' if row['fp8'] else ''}" if row["topk"] else row["cache_seqlen"]
+        line = [row["batch"], row["seqlen_q"], cache, row["heads"], f"{us:.0f}", f"{row['tflops']:.0f}",
+                f"{row['gbytes_per_s'] / 1e3:.2f}", row["limit"], f"{row['roof']:.0%}"]  # fmt: skip
+        if beside:
+            peer = median(row["flash_mla_ms"]) * 1e3 if "flash_mla_ms" in row else None
+            line += [f"{peer:.0f}", f"{peer / us:.2f}"] if peer else ["-", "-"]
+        lines.append(line)
+    header = ["batch", "query tokens", "tokens", "heads", "µs", "TFLOP/s", "TB/s", "bound by", "of that roof"]
+    header += ["FlashMLA µs", "over FlashMLA"] if beside else []
+    caption = (f"MLA decode, {record['rows'][0]['tier']} tier, bf16 queries; tokens: in the cache, or the top-k of them. "
+               f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
     return f"{caption}\n\n{markdown(header, lines)}"
 
 

@@ -29,6 +29,9 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
 - sparse and packed, batch 128, 128 heads, 2 query tokens, top-k 2048: 1228 by the portable kernel; gathered through registers
   537; with numbers unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles
   ahead 567. That helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
+- gathered by asynchronous copies, so that no load waits for a later one: packed 623 before, 518 then (FlashMLA 369 beside it),
+  not packed 485 and 495; both recorded, at 5d2fdac and 85f96a1. By counting, the producer of unpacked tokens had 4199 clocks a
+  tile before and has 985, so what holds those is not its latency; what it is was not measured.
 Not measured yet: the rotary part of q in registers (no spills; 3% less traffic); the length of a part's next sequence asked for
 one round ahead (as the round's length, see `_segment`).
 
