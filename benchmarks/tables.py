@@ -37,6 +37,7 @@ DOCS = {
     "scale-weak": ("scaling-weak",),
     "features": ("backends-fwd", "backends-bwd"),
     "train": ("backends-fwd_bwd",),
+    "deterministic": ("geomeans", "backends-bwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
 }

@@ -163,6 +163,26 @@ def mla_table(name) -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
+def host_overhead() -> str:
+    """Host time of one eager call, flashtile beside its peers."""
+    name = "host-overhead.json"
+    record = load(name)
+    if record is None:
+        return missing(name)
+    host = record["host_us"]
+    calls = ("forward", "forward, recorded", "backward", "decode")
+    backends = ("flashtile", "flashtile hopper", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
+    lines = [[backend, *(f"{host[f'{backend} {call}']:.0f}" if f"{backend} {call}" in host else "-" for call in calls)]
+             for backend in backends]  # fmt: skip
+    lines.append(["the launches of flashtile alone", f"{host['flashtile forward, bare']:.0f}", "-",
+                  f"{host['flashtile backward, bare']:.0f}", f"{host['flashtile decode, bare']:.0f}"])  # fmt: skip
+    lines.append(["torch.autograd.Function of no work", f"{host['autograd forward']:.0f}",
+                  f"{host['autograd forward, recorded']:.0f}", f"{host['autograd backward']:.0f}", "-"])  # fmt: skip
+    caption = (f"Microseconds of the host for one eager call; recorded: a gradient is asked for. flashtile: the portable tier. "
+               f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
+    return f"{caption}\n\n{markdown(['', *calls], lines)}"
+
+
 def forward_counters() -> str:
     """Counters of Nsight Compute for the Hopper kernel beside FlashAttention-3's."""
     name = "forward-counters.json"
@@ -363,6 +383,7 @@ TABLES = {
     "ladder": ladder,
     "ladder-profile": ladder_profile,
     "forward-counters": forward_counters,
+    "host-overhead": host_overhead,
     "decode": decode,
     "page-cost": page_cost,
     "mla": mla,
