@@ -7,7 +7,7 @@ Two ops of one schema: one writes new keys and values into the cache and declare
 import torch
 
 from flashtile import dispatch, hardware, settings
-from flashtile.device.launch import Remembered
+from flashtile.device.launch import Remembered, kind
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import unobserved
 
@@ -23,7 +23,7 @@ torch.library.define(
     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_TENSORS}, {_OPTIONS}) -> {_RETURNS}",
 )
 _NUM_TENSORS = len(CacheOperands._fields)
-# Calls by what they depend on
+# Calls by their kind
 _BOUND = Remembered()
 
 
@@ -39,24 +39,15 @@ def _run(operands, options):
     call = _bind(operands, options)
     if operands.q.is_cuda and not settings.debug():
         # On a CPU the values of lengths and tables are checked in each call
-        _BOUND[_key(operands, options)] = call
+        _BOUND[kind(operands, *options)] = call
     with hardware.on_device_of(operands.q):
         return call(operands)
-
-
-def _key(operands, options):
-    """What a bound call depends on: everything but the data."""
-    key = [*options]
-    for i, x in enumerate(operands):
-        if x is not None:
-            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return tuple(key)
 
 
 def _known(operands, options):
     """The bound call of a repeated one, or None; what it is asked about may be of any type."""
     try:
-        return _BOUND.get(_key(operands, options))
+        return _BOUND.get(kind(operands, *options))
     except (AttributeError, TypeError):
         # Not a tensor, or without a hash: the checks say so
         return None

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashtile import dispatch, flops, hardware, settings
-from flashtile.device.launch import Remembered
+from flashtile.device.launch import Remembered, kind
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import AttentionProblem, Operands, check_arguments, values_readable
 
@@ -110,15 +110,7 @@ _CALLS = Remembered()
 
 def _key(operands, options):
     """All that a call depends on, but its data."""
-    q, k, v, *others = operands
-    key = (
-        settings.preferred_tiers(), options, q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16, k.shape, k.stride(),
-        k.dtype, k.device, k.data_ptr() % 16, v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
-    )  # fmt: skip
-    for i, x in enumerate(others):
-        if x is not None:
-            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return key
+    return kind(operands, settings.preferred_tiers(), options)
 
 
 def _known(operands, options) -> _Call | None:

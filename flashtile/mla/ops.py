@@ -3,7 +3,7 @@
 import torch
 
 from flashtile import hardware, settings
-from flashtile.device.launch import Remembered
+from flashtile.device.launch import Remembered, kind
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
 
@@ -22,7 +22,7 @@ torch.library.define(
 )
 _NUM_TENSORS = len(MlaOperands._fields)
 _OPTION_NAMES = ("head_dim_v", "softmax_scale", "causal", "lse_with_sinks")
-# Calls by what they depend on
+# Calls by their kind
 _BOUND = Remembered()
 
 
@@ -30,15 +30,6 @@ def _describe(arguments):
     """(operands, problem) of the op's flat arguments."""
     operands = MlaOperands(*arguments[:_NUM_TENSORS])
     return operands, MlaProblem.from_tensors(operands, **dict(zip(_OPTION_NAMES, arguments[_NUM_TENSORS:])))
-
-
-def _key(arguments):
-    """What a bound call depends on: everything but the data."""
-    key = [settings.preferred_tiers(), *arguments[_NUM_TENSORS:]]
-    for i, x in enumerate(arguments[:_NUM_TENSORS]):
-        if x is not None:
-            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return tuple(key)
 
 
 def _bind(arguments):
@@ -55,7 +46,7 @@ def _decode(*arguments):
         # The values of lengths and tables are checked in each call
         call = _bind(arguments)
     else:
-        key = _key(arguments)
+        key = kind(operands, settings.preferred_tiers(), *arguments[_NUM_TENSORS:])
         call = _BOUND.get(key)
         if call is None:
             call = _BOUND[key] = _bind(arguments)
