@@ -1141,7 +1141,7 @@ def _arrange(problem, config, tensors):
     *operands, out, lse, dout, dlse, dq, dk, dv, workspace = tensors
     operands = Operands(*operands)
     dq_sum, neg_lse, neg_delta, counters, table = workspace.split(workspace_sizes(problem, config))
-    rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
+    rows = padded_rows(problem) * total_heads(problem)
     table = table.view(torch.int32) if problem.varlen else None
     return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse[:rows], neg_delta[:rows], dq_sum,
                 counters.view(torch.int32), table)  # fmt: skip
@@ -1159,9 +1159,14 @@ def padded_rows(problem):
     return triton.cdiv(rows, multiple) * multiple
 
 
+def total_heads(problem):
+    """Heads that have padded_rows each."""
+    return problem.num_heads * (1 if problem.varlen else problem.batch)
+
+
 def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
-    rows = padded_rows(problem) * problem.num_heads * (1 if problem.varlen else problem.batch)
+    rows = padded_rows(problem) * total_heads(problem)
     table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
     sizes = rows * padded_dim(problem.head_dim, 2), rows, rows, num_counters(problem), table
     # Each begins at a multiple of 256 bytes.
@@ -1172,7 +1177,7 @@ def num_counters(problem):
     """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two."""
     if not problem.deterministic:
         return 1
-    return padded_rows(problem) // ROW_TILE * problem.num_heads * (1 if problem.varlen else problem.batch)
+    return padded_rows(problem) // ROW_TILE * total_heads(problem)
 
 
 def max_key_tiles(problem, config):
@@ -1183,9 +1188,7 @@ def max_key_tiles(problem, config):
 
 
 def _delta(problem, call):
-    """delta, of the shape of lse; None without sinks."""
-    if call.operands.sinks is None:
-        return None
+    """delta, of the shape of lse."""
     delta = -call.neg_delta
     if not problem.varlen:
         return delta.view(problem.batch, problem.num_heads, padded_rows(problem))[..., : problem.seqlen_q]
@@ -1199,7 +1202,7 @@ def _delta(problem, call):
 
 def launch_rows(problem, config, call, launch=launch_now):
     num_tiles = padded_rows(problem) // ROW_TILE
-    grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
+    grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (
         _rows(call.out), _rows(call.dout), None if call.dlse is None else _row_numbers(call.dlse), _row_numbers(call.lse),
         call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]), problem.batch, problem.seqlen_q,
@@ -1256,7 +1259,7 @@ def launch_main(problem, config, call, launch):
 
 def launch_convert(problem, config, call, launch):
     num_tiles = padded_rows(problem) // PIECE.value
-    grid = (num_tiles * problem.num_heads * (1 if problem.varlen else problem.batch),)
+    grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (call.dq_sum, _rows(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]), problem.batch,
                         problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
     constexprs = {"TILE_M": PIECE.value, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
