@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is not None:
 
     from flashtile.device import masks
     from flashtile.device.lengths import Lengths, Packing
+    from flashtile.device.tensors import rows_of
     from flashtile.hopper import backward
 
     @triton.jit
@@ -100,7 +101,7 @@ def test_dq_comes_out_of_pieces(head_dim, packed):
     num_tiles = padded_rows // 64
     dq_sum, packing = torch.cat([as_added(x) for x in sums.flatten(0, 1)]), Packing(cu_seqlens, cu_seqlens, None, None)
     backward.backward_convert[(num_tiles * heads * sums.shape[0],)](
-        dq_sum, backward._rows(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=64,
+        dq_sum, rows_of(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=64,
         HEAD_DIM=head_dim, BLOCK_D=block_d,
     )  # fmt: skip
     torch.testing.assert_close(dq.view(expected.shape), expected)
@@ -115,3 +116,11 @@ def test_what_tma_cannot_read_is_copied():
         ready = backward.tma_ready(given)
         assert ready.data_ptr() % 16 == 0 and ready.is_contiguous() and torch.equal(ready, given)
         assert backward.tma_ready(ready) is ready
+
+
+def test_one_packed_row_has_a_descriptor():
+    """The stride of a dim of one element means nothing, and need not be one that TMA takes."""
+    from flashtile.hopper.arguments import packed_descriptor
+
+    x = torch.empty(256, dtype=torch.bfloat16).as_strided((1, 4, 64), (3, 64, 1))
+    assert all(stride % 8 == 0 for stride in packed_descriptor(x, 64, 64).strides[:-1])

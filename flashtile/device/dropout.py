@@ -25,6 +25,13 @@ class Dropout(NamedTuple):
     keep_scale: Any
 
 
+def dropout_of(problem, rng_state) -> Dropout:
+    """Of a call."""
+    if problem.dropout_p == 0:
+        return Dropout(None, None, None)
+    return Dropout(rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
+
+
 class RandomStream(NamedTuple):
     """Philox key and the constant words of the counter, for one head of one sequence."""
 

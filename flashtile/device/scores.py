@@ -24,6 +24,13 @@ class ScoreParams(NamedTuple):
     prescaled: Any
 
 
+def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
+    """Of a call. prescaled: whether the scale has to act before the maximum is taken."""
+    batch_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+    return ScoreParams(float(problem.softmax_scale), float(problem.softcap) or None, alibi_slopes, batch_stride,
+                       1 if prescaled else None)  # fmt: skip
+
+
 @triton.jit
 def load_slope(score_params, batch, head):
     if score_params.alibi_slopes is None:

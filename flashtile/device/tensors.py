@@ -18,6 +18,16 @@ class Rows(NamedTuple):
     head_stride: Any
 
 
+def rows_of(x, lse=False) -> Rows:
+    """Pointer and strides of (batch, seqlen, heads, dim), or with lse of (batch, heads, seqlen); packed ones have no batch."""
+    strides = x.stride()
+    if lse:
+        batch, head, row = strides if len(strides) == 3 else (0, *strides)
+    else:
+        batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    return Rows(x, batch, row, head)
+
+
 @triton.jit
 def head_ptr(x, batch, start, head):
     """Pointer to the first row of one head of one sequence; start is that row's number in a packed tensor, else 0."""

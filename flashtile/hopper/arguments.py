@@ -10,7 +10,7 @@ from flashtile.device.compat import TensorDescriptor, current_stream, gl
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
-from flashtile.device.scores import ScoreParams
+from flashtile.device.scores import params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
 from flashtile.tiles import padded_dim
@@ -44,9 +44,7 @@ def packed_descriptor(x, rows, block_dim):
     With strides 2**34 - s, s, head stride, s its offset is 2**64 + (start + i) * s, and addresses have 64 bits.
     """
     _, heads, dim = x.shape
-    row_stride, head_stride = x.stride()[:2]
-    if heads == 1:
-        head_stride = 8
+    row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()))
     block = [1, 1, 1, rows, block_dim]
     return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, heads, PACKED_ROWS, dim],
                             [2**34 - row_stride, row_stride, head_stride, row_stride, 1], block,
@@ -170,12 +168,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     total_heads = problem.batch * problem.num_heads
     programs = max_query_tiles(problem, config) * problem.num_heads if problem.varlen else num_tiles * total_heads
     describe = packed_descriptor if problem.varlen else descriptor
-    slopes = operands.alibi_slopes
-    score_params = ScoreParams(
-        scale=float(problem.softmax_scale), softcap=float(problem.softcap) or None, alibi_slopes=slopes,
-        alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        prescaled=None if problem.softmax_scale > 0 else 1,
-    )  # fmt: skip
+    score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
     split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
     arguments = (
         describe(operands.q, ROWS, block_d // 2 if split_q else block_d), describe(operands.k, config.tile_n, block_d),

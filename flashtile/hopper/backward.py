@@ -75,7 +75,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,15 +97,16 @@ from flashtile.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.device.dropout import Dropout, RandomStream
+from flashtile.device.dropout import RandomStream, dropout_of
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.schedule import Order
-from flashtile.device.scores import ScoreParams
-from flashtile.device.tensors import Rows, head_ptr, load_tile
+from flashtile.device.scores import params_of
+from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments
+from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients
 from flashtile.problem import Operands
 from flashtile.tiles import padded_dim
@@ -1204,9 +1205,9 @@ def launch_rows(problem, config, call, launch=launch_now):
     num_tiles = padded_rows(problem) // ROW_TILE
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (
-        _rows(call.out), _rows(call.dout), None if call.dlse is None else _row_numbers(call.dlse), _row_numbers(call.lse),
-        call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]), problem.batch, problem.seqlen_q,
-        padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem),
+        rows_of(call.out), rows_of(call.dout), None if call.dlse is None else rows_of(call.dlse, lse=True),
+        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]),
+        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem),
         -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
     constexprs = {
@@ -1229,22 +1230,16 @@ def launch_main(problem, config, call, launch):
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     tile_m, half_n = config.tile_m, HALF_N.value
     operands = call.operands
-    slopes = operands.alibi_slopes
-    score_params = ScoreParams(
-        scale=float(problem.softmax_scale), softcap=float(problem.softcap) or None, alibi_slopes=slopes,
-        alibi_batch_stride=slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0, prescaled=None,
-    )  # fmt: skip
-    dropout = Dropout(None, None, None)
-    if problem.dropout_p > 0:
-        dropout = Dropout(operands.rng_state, int(problem.dropout_p * 2**32), 1 / (1 - problem.dropout_p))
+    score_params = params_of(problem, operands.alibi_slopes, prescaled=False)
+    dropout = dropout_of(problem, operands.rng_state)
+    describe = packed_descriptor if problem.varlen else descriptor
     num_tiles = max_key_tiles(problem, config)
     batch_heads = problem.batch * problem.num_heads_kv
     num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
-        descriptor(operands.q, tile_m, block_d), descriptor(call.dout, tile_m, block_dv),
-        descriptor(operands.k, half_n, block_d), descriptor(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m),
-        row_descriptor(call.neg_delta, tile_m),
-        descriptor(call.dk, half_n, block_d), descriptor(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
+        describe(operands.q, tile_m, block_d), describe(call.dout, tile_m, block_dv), describe(operands.k, half_n, block_d),
+        describe(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
+        describe(call.dk, half_n, block_d), describe(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
         problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config, num_tiles), padded_rows(problem),
     )  # fmt: skip
@@ -1260,8 +1255,8 @@ def launch_main(problem, config, call, launch):
 def launch_convert(problem, config, call, launch):
     num_tiles = padded_rows(problem) // PIECE.value
     grid = (num_tiles * total_heads(problem),)
-    kernel_arguments = (call.dq_sum, _rows(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]), problem.batch,
-                        problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
+    kernel_arguments = (call.dq_sum, rows_of(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]),
+                        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
     constexprs = {"TILE_M": PIECE.value, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
@@ -1287,9 +1282,6 @@ def heads_in_groups(problem, config, num_tiles):
     return side_by_side, tail if problem.deterministic and 2 * tail <= heads else 0
 
 
-_GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
 def tma_ready(x):
     """x, or a contiguous copy where TMA can't read it: strides must be positive, and like the address multiples of 16 bytes."""
     multiple = 16 // x.element_size()
@@ -1300,50 +1292,9 @@ def tma_ready(x):
     return x if ready else x.clone(memory_format=torch.contiguous_format)
 
 
-def descriptor(x, rows, cols):
-    """Of (batch, seqlen, heads, dim), in blocks of some rows of one head; zeros come from past the end, nothing goes there.
-
-    Of packed rows (total, heads, dim): see `arguments.packed_descriptor`.
-    """
-    *batch, seqlen, heads, dim = x.shape
-    *batch_stride, row_stride, head_stride, _ = x.stride()
-    # The stride of a dim of one element may be anything, also what a descriptor can't have.
-    row_stride, head_stride = row_stride if seqlen > 1 else 16, head_stride if heads > 1 else 16
-    if not batch:
-        shape = [2**31 - 65536, 2**31 - 65536, heads, arguments.PACKED_ROWS, dim]
-        strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
-    else:
-        shape = [batch[0], heads, seqlen, dim]
-        strides = [batch_stride[0] if batch[0] > 1 else 16, head_stride, row_stride, 1]
-    block = [1] * (len(shape) - 2) + [rows, cols]
-    return _descriptor(x, shape, strides, block, _layout(x.dtype, *block))
-
-
 def row_descriptor(x, rows):
     """Of all row statistics in one row."""
-    return _descriptor(x, [x.numel()], [1], [rows], _ROW_LAYOUT)
-
-
-def _descriptor(x, shape, strides, block_shape, layout):
-    """A TensorDescriptor without its own checks, which cost more host time than the launch of a small kernel."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.__dict__.update(base=x, shape=shape, strides=strides, block_shape=block_shape, layout=layout, padding="zero")
-    return descriptor
+    return TensorDescriptor(x, [x.numel()], [1], [rows], _ROW_LAYOUT)
 
 
 _ROW_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
-@lru_cache
-def _layout(dtype, *block):
-    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
-
-
-def _rows(x):
-    *batch, row, head, _ = x.stride()
-    return Rows(x, batch[0] if batch else 0, row, head)
-
-
-def _row_numbers(x):
-    *batch, head, row = x.stride()
-    return Rows(x, batch[0] if batch else 0, row, head)

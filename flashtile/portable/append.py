@@ -12,8 +12,9 @@ import triton.language as tl
 
 from flashtile import hardware
 from flashtile.device import cache
+from flashtile.device.tensors import rows_of
 from flashtile.outputs import fresh
-from flashtile.portable.arguments import layout_of, rows_of
+from flashtile.portable.arguments import layout_of
 
 # Heads of a program; the largest finite number of fp8 (e4m3)
 HEADS = 16

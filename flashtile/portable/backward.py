@@ -28,10 +28,10 @@ from flashtile.device import masks, schedule, scores
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
-from flashtile.device.tensors import head_ptr, load_tile, store_tile
+from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
 from flashtile.gradients import sinks_gradient
 from flashtile.outputs import gradients
-from flashtile.portable.arguments import common_arguments, rows_of
+from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
 
 

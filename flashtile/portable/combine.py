@@ -11,8 +11,7 @@ import triton.language as tl
 
 from flashtile.device import softmax
 from flashtile.device.numerics import LOG2_E, NEG_INF
-from flashtile.device.tensors import Rows, head_ptr
-from flashtile.portable.arguments import rows_of
+from flashtile.device.tensors import Rows, head_ptr, rows_of
 
 # Numbers of partial results that a program holds at once
 ELEMENTS = tl.constexpr(4096)

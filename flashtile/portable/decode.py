@@ -37,12 +37,12 @@ from flashtile.device import cache, masks, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF, dot
-from flashtile.device.scores import ScoreParams
-from flashtile.device.tensors import head_ptr, tile_offsets
+from flashtile.device.scores import ScoreParams, params_of
+from flashtile.device.tensors import head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh
 from flashtile.portable import append
-from flashtile.portable.arguments import layout_of, rows_of
+from flashtile.portable.arguments import layout_of
 from flashtile.portable.combine import merge_rows
 from flashtile.tiles import padded_dim
 
@@ -558,13 +558,9 @@ class Call:
             self.append.start(launch, operands, q)
         if self.is_empty:
             return
-        problem, slopes = self.problem, operands.alibi_slopes
-        score_params = ScoreParams(
-            problem.softmax_scale, problem.softcap or None, slopes,
-            slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-            # The scale acts before the maximum where it may be negative
-            None if problem.softmax_scale > 0 and not problem.has_descale else 1,
-        )  # fmt: skip
+        problem = self.problem
+        # Descales are known on the device alone
+        score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0 or problem.has_descale)
         results = (rows_of(out), None if lse is None else rows_of(lse, lse=True),
                    Partial(None, None) if partial is None else Partial(partial[self.partial_rows :], partial))  # fmt: skip
         layout, window = layout_of(problem, operands), Window(*problem.window)

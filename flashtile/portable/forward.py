@@ -25,9 +25,9 @@ from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import NEG_INF, dot
-from flashtile.device.tensors import head_ptr, load_tile, store_tile
+from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
 from flashtile.outputs import forward_outputs
-from flashtile.portable.arguments import common_arguments, rows_of
+from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
 
 
