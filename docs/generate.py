@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+from functools import wraps
 from math import exp, log
 from pathlib import Path
 from statistics import median
@@ -49,6 +50,20 @@ def markdown(header, rows) -> str:
 
 def missing(name) -> str:
     return f"*Not recorded yet: {name} of {GPU}.*"
+
+
+def of_record(name):
+    """Makes a table of (record, name) one of no arguments; where the record is not there yet, it is a line that says so."""
+
+    def decorate(table):
+        @wraps(table)
+        def made() -> str:
+            record = load(name)
+            return missing(name) if record is None else table(record, name)
+
+        return made
+
+    return decorate
 
 
 # All tiers as a call chooses them; before that is recorded, the portable one
@@ -90,24 +105,18 @@ def by_seqlen() -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
-def batch_scaling() -> str:
+@of_record("scale-batch.json")
+def batch_scaling(record, name) -> str:
     """The table that `flashtile report` makes of `flashtile scale --kind batch`."""
-    name = "scale-batch.json"
-    record = load(name)
-    if record is None:
-        return missing(name)
     rows = [[f"b{row['config']['batch']} s{row['config']['seqlen_k']} h{row['config']['nheads']} d{row['config']['headdim']}",
              f"{row['ms'] * 1e3:.1f}", f"{row['speedup']:.2f}"] for row in record["scaling"]["rows"]]  # fmt: skip
     return (f"`flashtile scale --kind batch`, {record['scaling']['rows'][0]['mode']}. {provenance(record, name)}\n\n"
             + markdown(["case", "µs", "throughput over that of the first"], rows))  # fmt: skip
 
 
-def decode() -> str:
+@of_record("decode.json")
+def decode(record, name) -> str:
     """Decode steps: microseconds, and the bandwidth that the cache is read with."""
-    name = "decode.json"
-    record = load(name)
-    if record is None:
-        return missing(name)
     lines = []
     for row in record["rows"]:
         c, us = row["config"], row["us"]
@@ -124,11 +133,9 @@ def decode() -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
-def page_cost() -> str:
+@of_record("decode.json")
+def page_cost(record, name) -> str:
     """Time with pages over that without, of the case that was measured with most page sizes."""
-    record = load("decode.json")
-    if record is None:
-        return missing("decode.json")
     row = max((row for row in record["rows"] if "flashtile" in row["us"]), key=lambda row: len(row["us"]))
     costs = [f"{us / row['us']['flashtile'] - 1:+.1%} with pages of {name.split()[-1]}" for name, us in row["us"].items()
              if name.startswith("flashtile page")]  # fmt: skip
@@ -138,13 +145,10 @@ def page_cost() -> str:
 
 def mla() -> str:
     """MLA decode by each tier: which bound, how near, and FlashMLA in the same run where the record has it."""
-    return "\n\n".join(map(mla_table, ("mla-hopper.json", "mla-portable.json")))
+    return "\n\n".join(of_record(name)(mla_table)() for name in ("mla-hopper.json", "mla-portable.json"))
 
 
-def mla_table(name) -> str:
-    record = load(name)
-    if record is None:
-        return missing(name)
+def mla_table(record, name) -> str:
     beside = any("flash_mla_ms" in row for row in record["rows"])
     lines = []
     for row in record["rows"]:
@@ -163,12 +167,9 @@ def mla_table(name) -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
-def host_overhead() -> str:
+@of_record("host-overhead.json")
+def host_overhead(record, name) -> str:
     """Host time of one eager call, flashtile beside its peers."""
-    name = "host-overhead.json"
-    record = load(name)
-    if record is None:
-        return missing(name)
     host = record["host_us"]
     calls = ("forward", "forward, recorded", "backward", "decode")
     backends = ("flashtile", "flashtile hopper", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
@@ -183,12 +184,9 @@ def host_overhead() -> str:
     return f"{caption}\n\n{markdown(['', *calls], lines)}"
 
 
-def forward_counters() -> str:
+@of_record("forward-counters.json")
+def forward_counters(record, name) -> str:
     """Counters of Nsight Compute for the Hopper kernel beside FlashAttention-3's."""
-    name = "forward-counters.json"
-    record = load(name)
-    if record is None:
-        return missing(name)
     lines = []
     for row in record["rows"]:
         c = row["counters"]
@@ -205,12 +203,9 @@ def forward_counters() -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
-def ladder_profile() -> str:
+@of_record("ladder-counters.json")
+def ladder_profile(record, name) -> str:
     """Counters of Nsight Compute, one row a rung and kernel."""
-    name = "ladder-counters.json"
-    record = load(name)
-    if record is None:
-        return missing(name)
     s = record["settings"]
     caption = (f"Nsight Compute, batch {s['batch']}, {s['seqlen']} tokens, {s['nheads']} heads of {s['headdim']}, no mask; "
                f"sums over the launches of one call. Command: `{s['command']}`. {provenance(record, name)}")  # fmt: skip
