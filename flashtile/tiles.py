@@ -4,7 +4,7 @@ Chosen by lookup and arithmetic, never by a search at the first call. A row of a
 that does not fit in the device's shared memory is passed over for the next smaller one. Imports neither triton nor a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -141,7 +141,8 @@ class HopperConfig:
     """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
 
     l2_bytes: keys and values of the heads in work together. value_parts: 1 or 4 products for p v; consumers take turns, which
-    pass after the one or before the last of the four.
+    pass after the one or before the last of the four. sums_apart: a row's sum stays in parts until the end. wait_late: without
+    that, the wait for p v comes after the exponentials. heads: of a group that share a tile, by their queries side by side.
     """
 
     tile_m: int
@@ -149,6 +150,14 @@ class HopperConfig:
     num_stages: int
     l2_bytes: int
     value_parts: int = 1
+    sums_apart: bool = False
+    wait_late: bool = False
+    heads: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Of each head in a tile."""
+        return self.tile_m // self.heads
 
     @property
     def num_warps(self) -> int:
@@ -172,10 +181,11 @@ _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 HOPPER = tuple(
     HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
     for block_dim, causal, max_seqlen, config in [
-        (64, None, 1024, (256, 64, 8, 20 * 2**20)),
-        (64, True, 4096, (256, 64, 8, 20 * 2**20)),
-        (64, None, None, (192, 128, 2, 20 * 2**20)),
-        (128, None, None, (128, 128, 2, 20 * 2**20)),
+        (64, None, 1024, (256, 64, 8, 20 * 2**20, 1, True)),
+        (64, True, 4096, (256, 64, 8, 20 * 2**20, 1, True)),
+        (64, None, None, (192, 128, 2, 20 * 2**20, 1, True)),
+        (128, None, None, (128, 128, 2, 20 * 2**20, 1, True)),
+        (256, True, None, (128, 64, 2, 20 * 2**20, 1, False, True)),
         (256, None, None, (128, 64, 2, 20 * 2**20, 4)),
     ]
 )
@@ -188,8 +198,23 @@ def hopper_config(problem, device) -> HopperConfig:
     for row in HOPPER:
         if (block_dim <= row.block_dim and row.causal in (None, problem.causal)
                 and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)):  # fmt: skip
-            return row.config
+            return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
     raise KeyError(block_dim)
+
+
+def _heads_a_tile(problem, device, tile_m) -> int:
+    """How many heads share the tiles of the Hopper forward: all of a group, or 1.
+
+    All, where queries are few, so that this halves the number of tiles at least, and the tiles are more than can run at once.
+    ALiBi and dropout ask for the head of each row, which the kernel knows for lse and sinks only.
+    """
+    group = problem.group_size
+    # the rows of a consumer hold whole groups
+    if group not in (2, 4, 8, 16, 32, 64) or problem.has_alibi or problem.dropout_p:
+        return 1
+    tiles, shared = -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
+    in_waves = problem.batch * problem.num_heads_kv * tiles > device.num_sms
+    return group if in_waves and 2 * shared <= tiles else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,8 @@ CASES = [
     Case("dropout_causal_gqa", 50, 70, batch=2, heads=4, heads_kv=2, causal=True, dropout_p=0.5, dlse=True),
     Case("dropout_everything", 65, 65, heads=4, heads_kv=2, window=(40, 10), softcap=5.0, alibi="heads", sinks="fp32",
          dropout_p=0.1),
+    Case("dropout_dim_128", 130, 200, heads=4, heads_kv=2, head_dim=128, causal=True, dropout_p=0.2),
+    Case("dropout_dim_256", 70, 140, head_dim=256, head_dim_v=192, window=(60, 30), dropout_p=0.2),
     Case("deterministic", 129, 129, heads=4, heads_kv=2, causal=True, deterministic=True),
     # Strides
     Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),
@@ -295,7 +297,24 @@ CASES = [
     Case("varlen_heads_first", lengths=_RAGGED, layout="heads_first", deterministic=True),
 ]  # fmt: skip
 
-BY_NAME = {case.name: case for case in CASES}
+# For a GPU: so many heads with so few queries that the Hopper forward lets the heads of a group share tiles
+SHORT = [
+    Case("short", 16, 300, batch=9, heads=32, heads_kv=4),
+    Case("short_one_query", 1, 130, batch=9, heads=32, heads_kv=2, head_dim=128, dlse=True),
+    Case("short_causal", 13, 200, batch=9, heads=32, heads_kv=4, head_dim=128, causal=True),
+    Case("short_empty_rows", 30, 20, batch=9, heads=32, heads_kv=4, head_dim=128, causal=True),
+    Case("short_window_sinks", 31, 400, batch=9, heads=32, heads_kv=8, head_dim=96, window=(70, 20), softcap=5.0, sinks="fp32"),
+    Case("short_dim_256", 20, 200, batch=9, heads=32, heads_kv=4, head_dim=256, causal=True, sinks="same"),
+    Case("short_dim_192_128", 20, 200, batch=9, heads=32, heads_kv=16, head_dim=192, head_dim_v=128, causal=True),
+    Case("short_layouts", 20, 200, batch=9, heads=32, heads_kv=4, causal=True, layout="heads_first"),
+    Case("short_wide_group", 2, 200, batch=9, heads=64, heads_kv=1, head_dim=128, causal=True),
+    Case("short_varlen", lengths=((16, 300), (1, 20), (0, 7), (9, 0), (13, 13), (5, 400)), heads=32, heads_kv=4, head_dim=128,
+         causal=True, tail=7),
+    Case("short_varlen_used", lengths=((16, 300), (10, 200), (8, 50), (16, 70), (3, 3)), heads=32, heads_kv=4,
+         used=((11, 250), (10, 0), (0, 50), (16, 65), (2, 3))),
+]  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES + SHORT}
 
 
 def named(*names):

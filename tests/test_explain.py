@@ -37,6 +37,17 @@ def test_tiles_of_a_target(capsys, target, batch, plan):
     assert ("not hopper: " in text) == plan.startswith("portable")
 
 
+@pytest.mark.parametrize("batch, seqlen_q, heads, shared", [
+    ("32", "16", "32", True), ("1", "16", "32", False), ("32", "128", "32", False), ("32", "16", "12", False),
+])  # fmt: skip
+def test_heads_share_tiles_where_queries_are_few(capsys, batch, seqlen_q, heads, shared):
+    """Not where all tiles run at once, not where there would be more than half as many, not a group of 3."""
+    code, text = explain(capsys, "--target", "H200", "-b", batch, "--seqlen-q", seqlen_q, "-s", "4096", "-d", "128", "--nheads",
+                         heads, "--nheads-kv", "4")  # fmt: skip
+    assert code == 0
+    assert (", 8 heads a tile" in text) == shared
+
+
 def test_latent_decode(capsys):
     """Work per byte decides: 128 heads are limited by products, 16 by memory."""
     shape = ("-b", "128", "--seqlen-q", "1", "-s", "8k", "--nheads-kv", "1", "-d", "576-512", "--target", "H200")

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,17 @@ import torch
 
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
-SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 160, ("causal", 64): 8}
+# Dropout's are between tiles: at most a word or four of them in the loop over keys.
+SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 160, ("causal", 64): 16, ("dropout", 64): 88,
+          ("dropout", 128): 8, ("dropout", 256): 200, ("heads", 256): 96}  # fmt: skip
 # with 3 consumers, outside of the loop
-SPILLS_3_8 = SPILLS | {("causal", 64): 64, ("causal", 128): 8}
+SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 72, ("causal", 128): 8, ("dropout", 64): 152, ("dropout", 128): 24}
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "features": {"window": (200, 100), "softcap": 20.0},
+    "dropout": {"dropout_p": 0.1},
+    "heads": {"causal": True},
 }
 
 pytestmark = [
@@ -40,11 +44,12 @@ def _calls():
 
     seen = set()
     for number, row in enumerate(tiles.HOPPER):
-        for name in ("plain", "causal"):
-            if row.causal in (None, name == "causal") and (row.block_dim, row.config, name) not in seen:
+        for name in ("plain", "causal", "dropout"):
+            if (name == "dropout" or row.causal in (None, name == "causal")) and (row.block_dim, row.config, name) not in seen:
                 seen.add((row.block_dim, row.config, name))
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
+    yield len(tiles.HOPPER) - 2, "heads"
 
 
 def _compile(call):
@@ -57,15 +62,21 @@ def _compile(call):
     number, name = call
     row = tiles.HOPPER[number]
     features = name == "features"
-    q, k, v = (torch.empty(1, 4096, 4, row.block_dim, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    # Of the eight heads of a group, which share tiles
+    seqlen_q, num_heads, config = (16, 32, replace(row.config, heads=8)) if name == "heads" else (4096, 4, row.config)
+    q, k, v = (torch.empty(1, seqlen, heads, row.block_dim, dtype=torch.bfloat16, device="meta")
+               for seqlen, heads in ((seqlen_q, num_heads), (4096, 4), (4096, 4)))  # fmt: skip
+    window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
     problem = AttentionProblem(
-        batch=1, seqlen_q=4096, seqlen_k=4096, num_heads=4, num_heads_kv=4, head_dim=row.block_dim, head_dim_v=row.block_dim,
-        dtype=torch.bfloat16, window=OPTIONS[name].get("window", (None, 0 if name == "causal" else None)), softmax_scale=0.1,
-        softcap=OPTIONS[name].get("softcap", 0.0), has_alibi=features, has_sinks=features,
+        batch=1, seqlen_q=seqlen_q, seqlen_k=4096, num_heads=num_heads, num_heads_kv=4, head_dim=row.block_dim,
+        head_dim_v=row.block_dim, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
+        softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0), has_alibi=features,
+        has_sinks=features,
     )  # fmt: skip
     vector = torch.empty(4, device="meta") if features else None
+    rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     with offline.launches(90, sass=True, ptxas=True) as reports:
-        forward.launch(problem, row.config, Operands(q, k, v, alibi_slopes=vector, sinks=vector))
+        forward.launch(problem, config, Operands(q, k, v, alibi_slopes=vector, sinks=vector, rng_state=rng_state))
     return {"call": f"row {number} d{row.block_dim} {name}", "kind": (name, row.block_dim), **asdict(reports[-1])}
 
 

@@ -138,8 +138,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     except UnsupportedError as error:
         yield f"  {direction:9} {error}"
         return
-    tiles = [f"{n} {c.tile_m}x{c.tile_n} warps {c.num_warps} stages {c.num_stages}" for n, c in plan.configs.items()]
-    yield f"  {direction:9} {plan.tier}: {', '.join(tiles)}"
+    yield f"  {direction:9} {plan.tier}: {', '.join(f'{name} {_tiles(config)}' for name, config in plan.configs.items())}"
     for tier, reason in plan.refusals:
         if device.arch != "cpu" and tier not in ("sdpa", "reference"):
             yield f"            not {tier}: {reason}"
@@ -154,6 +153,12 @@ def _kernels(problem, device, direction, compile_kernels, progress):
             instructions = "".join(f", {count} {name}" for name, count in report.tensor_core.items())
             yield (f"            {report.kernel}: {report.registers} registers, {report.spill_bytes} B spilled, shared "
                    f"{report.shared_bytes / 1024:.0f} KiB{instructions}, compiled in {report.compile_s:.1f} s")  # fmt: skip
+
+
+def _tiles(config):
+    heads = getattr(config, "heads", 1)
+    words = f"{config.tile_m}x{config.tile_n} warps {config.num_warps} stages {config.num_stages}"
+    return f"{words}, {heads} heads a tile" if heads > 1 else words
 
 
 def _compiled(problem, plan, device, direction):

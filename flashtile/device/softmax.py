@@ -5,7 +5,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device.compat import gl, gluon
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
+
+# Columns of row_sum in `update_apart`: a thread of a wgmma holds two of each eight.
+SUMS = gl.constexpr(8)
 
 
 class OnlineSoftmax(NamedTuple):
@@ -22,16 +26,21 @@ def pivot(row_max):
 
 
 @triton.jit
+def _reference(row_max, MASKED: tl.constexpr):
+    if MASKED:
+        return pivot(row_max)
+    else:
+        return row_max
+
+
+@triton.jit
 def update(state, logits, scale_log2, MASKED: tl.constexpr):
     """Absorb one (TILE_M, TILE_N) tile; return the new state, p, and the correction of acc.
 
     Hidden logits are -inf. Without MASKED no logit is, and the guard against rows without a key is saved.
     """
     row_max = tl.maximum(state.row_max, tl.max(logits, 1) * scale_log2)
-    if MASKED:
-        reference = pivot(row_max)
-    else:
-        reference = row_max
+    reference = _reference(row_max, MASKED)
     correction = tl.exp2(state.row_max - reference)
     p = tl.exp2(logits * scale_log2 - reference[:, None])
     return OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(p, 1)), p, correction
@@ -41,12 +50,49 @@ def update(state, logits, scale_log2, MASKED: tl.constexpr):
 def begin(logits, scale_log2, MASKED: tl.constexpr):
     """State and p of a row's first tile; as `update` of a state that has seen nothing."""
     row_max = tl.max(logits, 1) * scale_log2
-    if MASKED:
-        reference = pivot(row_max)
-    else:
-        reference = row_max
+    reference = _reference(row_max, MASKED)
     p = tl.exp2(logits * scale_log2 - reference[:, None])
     return OnlineSoftmax(row_max, tl.sum(p, 1)), p
+
+
+@gluon.jit
+def _max_apart(x):
+    """Maximum of each row; of long rows 16 columns apart first, so that a thread's chains are half as long."""
+    if x.shape[1] < 128:
+        return gl.max(x, 1)
+    else:
+        largest = gl.max(gl.max(x.reshape([x.shape[0], x.shape[1] // 16, 16]), 1), 1)
+        return gl.convert_layout(largest, gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def _sum_apart(p):
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
+
+
+@gluon.jit
+def update_apart(state, logits, scale_log2, MASKED: gl.constexpr):
+    """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before."""
+    row_max = gl.maximum(state.row_max, _max_apart(logits) * scale_log2)
+    reference = _reference(row_max, MASKED)
+    correction = gl.exp2(state.row_max - reference)
+    p = gl.exp2(logits * scale_log2 - reference[:, None])
+    per_row = gl.convert_layout(correction, gl.SliceLayout(1, state.row_sum.type.layout))
+    return OnlineSoftmax(row_max, state.row_sum * per_row[:, None] + _sum_apart(p)), p, correction
+
+
+@gluon.jit
+def begin_apart(logits, scale_log2, MASKED: gl.constexpr):
+    """`begin`, as `update_apart`."""
+    row_max = _max_apart(logits) * scale_log2
+    p = gl.exp2(logits * scale_log2 - _reference(row_max, MASKED)[:, None])
+    return OnlineSoftmax(row_max, _sum_apart(p)), p
+
+
+@gluon.jit
+def join(state):
+    """The state of `update` from that of `update_apart`."""
+    return OnlineSoftmax(state.row_max, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))
 
 
 @triton.jit

@@ -19,8 +19,6 @@ def refuses(problem, device, direction) -> str | None:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.varlen and (problem.seqlen_k == 0 or problem.total_k == 0):
         return "takes no packed call without keys"
-    if problem.dropout_p > 0:
-        return "does not take dropout yet"
     if problem.unaligned:
         return "TMA needs strides of q, k and v that are multiples of 16 bytes"
     return None

@@ -7,6 +7,7 @@ import torch
 from flashtile import hardware
 from flashtile.device import schedule
 from flashtile.device.compat import TensorDescriptor, current_stream, gl
+from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
@@ -21,14 +22,21 @@ REGISTERS = {2: 240, 3: 160, 4: 112}
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(x, rows, block_dim):
-    """TMA descriptor of (batch, seqlen, heads, dim), as (batch, heads, seqlen, dim), for tiles of rows by block_dim."""
-    batch, seqlen, heads, dim = x.shape
+def descriptor(x, rows, block_dim, heads=1):
+    """TMA descriptor of (batch, seqlen, heads, dim), as (batch, heads, seqlen, dim), for tiles of rows by block_dim.
+
+    With more heads a tile, as it is: a tile holds rows // heads of each, those of one position side by side.
+    """
+    batch, seqlen, num_heads, dim = x.shape
     strides = x.stride()
     # The stride of a dim of size 1 means nothing, and may be one that TMA does not take.
     batch_stride, row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:3], strides))
+    if heads > 1:
+        block = [1, rows // heads, heads, block_dim]
+        return TensorDescriptor(x, [*x.shape], [batch_stride, row_stride, head_stride, 1], block,
+                                gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
     block = [1, 1, rows, block_dim]
-    return TensorDescriptor(x, [batch, heads, seqlen, dim], [batch_stride, head_stride, row_stride, 1], block,
+    return TensorDescriptor(x, [batch, num_heads, seqlen, dim], [batch_stride, head_stride, row_stride, 1], block,
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
 
@@ -36,17 +44,23 @@ def descriptor(x, rows, block_dim):
 PACKED_ROWS = 2**30
 
 
-def packed_descriptor(x, rows, block_dim):
+def packed_descriptor(x, rows, block_dim, heads=1):
     """TMA descriptor of packed rows (total, heads, dim), whose tiles end where a sequence ends.
 
     TMA fills with zeros, and leaves out of a store, what is past the size of a dim. Rows of a sequence of length n from
     `start` on are given coordinates that end at PACKED_ROWS: row i is (PACKED_ROWS, start + n, head, PACKED_ROWS - n + i, 0).
     With strides 2**34 - s, s, head stride, s its offset is 2**64 + (start + i) * s, and addresses have 64 bits.
+    With more heads a tile the row comes before the head, see `descriptor`.
     """
-    _, heads, dim = x.shape
+    _, num_heads, dim = x.shape
     row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()))
+    if heads > 1:
+        block = [1, 1, rows // heads, heads, block_dim]
+        return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, PACKED_ROWS, num_heads, dim],
+                                [2**34 - row_stride, row_stride, row_stride, head_stride, 1], block,
+                                gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
     block = [1, 1, 1, rows, block_dim]
-    return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, heads, PACKED_ROWS, dim],
+    return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, num_heads, PACKED_ROWS, dim],
                             [2**34 - row_stride, row_stride, head_stride, row_stride, 1], block,
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
@@ -92,7 +106,7 @@ def _without_keys(out, lse, sinks):
 
 def max_query_tiles(problem, config):
     """Tiles of queries of one head of a packed call, at most."""
-    return problem.total_q // config.tile_m + problem.batch
+    return problem.total_q // config.queries + problem.batch
 
 
 def table_entries(problem, config):
@@ -107,7 +121,7 @@ def plan_packed_arguments(problem, config, operands, out, lse, table):
     arguments = (table, packing, out, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads, problem.head_dim_v)
     # All rows are cleared before where sequences may use less than they have.
     grid = (1 if problem.has_seqused_q else 33,)
-    return arguments, {"TILE_M": config.tile_m, "BLOCK": 1024}, grid
+    return arguments, {"TILE_M": config.queries, "BLOCK": 1024}, grid
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -125,17 +139,18 @@ def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
 
 
 def heads_in_groups(problem, config, num_tiles, num_sms):
-    """(heads per group, heads of the last group) for `schedule.Order`."""
-    total_heads = problem.batch * problem.num_heads
+    """(heads per group, heads of the last group) for `schedule.Order`, which takes heads that share tiles for one."""
+    total_heads = problem.batch * problem.num_heads // config.heads
+    group_size = problem.group_size // config.heads
     if problem.varlen:
         # Rows of keys that fit, heads that share them
         row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        return (0 if problem.window[1] is None else config.l2_bytes // row_bytes), problem.group_size
+        return (0 if problem.window[1] is None else config.l2_bytes // row_bytes), group_size
     if problem.window[1] is None:
         return 1, 0
     bytes_per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     # About 4 tiles a program in the last group: short enough that programs end together.
-    most = max(1, config.l2_bytes // bytes_per_head) * problem.group_size
+    most = max(1, config.l2_bytes // bytes_per_head) * group_size
     tail = min(total_heads, max(most, -(-4 * num_sms // (2 * num_tiles))))
     groups = -(-(total_heads - tail) // most)
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
@@ -164,25 +179,31 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     num_sms = hardware.detect(out.device).num_sms or 132
     itemsize = problem.dtype.itemsize
     block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
-    num_tiles = -(-problem.seqlen_q // config.tile_m)
-    total_heads = problem.batch * problem.num_heads
-    programs = max_query_tiles(problem, config) * problem.num_heads if problem.varlen else num_tiles * total_heads
+    num_tiles = -(-problem.seqlen_q // config.queries)
+    num_heads = problem.num_heads // config.heads
+    total_heads = problem.batch * num_heads
+    programs = max_query_tiles(problem, config) * num_heads if problem.varlen else num_tiles * total_heads
     describe = packed_descriptor if problem.varlen else descriptor
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
+    dropout = dropout_of(problem, operands.rng_state)
     split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
     arguments = (
-        describe(operands.q, ROWS, block_d // 2 if split_q else block_d), describe(operands.k, config.tile_n, block_d),
-        describe(operands.v, config.tile_n, block_dv), describe(out, ROWS, block_dv if own_out else block_dv // 2), lse,
-        counter, table, Window(*problem.window), score_params, operands.sinks, problem.lse_shape[-1], problem.seqlen_q,
-        problem.seqlen_k, num_tiles, problem.num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        describe(operands.q, ROWS, block_d // 2 if split_q else block_d, config.heads),
+        describe(operands.k, config.tile_n, block_d), describe(operands.v, config.tile_n, block_dv),
+        describe(out, ROWS, block_dv if own_out else block_dv // 2, config.heads), lse, counter, table, Window(*problem.window),
+        score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads,
+        total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
-    diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % ROWS
+    queries = ROWS // config.heads
+    diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % queries
     constexprs = {
-        "GROUP_SIZE": problem.group_size, "TILE_N": config.tile_n, "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
+        "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads, "TILE_N": config.tile_n,
+        "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "VALUE_PARTS": config.value_parts,
+        "SUMS_APART": config.sums_apart, "WAIT_LATE": config.wait_late,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
-        # 64 rows of an aligned diagonal cut one key tile, of another two
-        "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, ROWS - 1)), "OWN_OUT": own_out,
+        # The queries of a consumer on an aligned diagonal cut one key tile, on another two
+        "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, queries - 1)), "OWN_OUT": own_out,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

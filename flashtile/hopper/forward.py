@@ -4,8 +4,10 @@
     _load (default)  4       takes tiles from a counter, tells them to the others, starts every TMA load
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
 
-A tile is 64 queries a consumer, of one head. K and V are one unbroken stream of steps over all tiles of a program (K of step
-i+1 is loaded before V of step i, also from one tile to the next); a step is a key tile, and goes to all consumers:
+A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
+one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
+steps over all tiles of a program (K of step i+1 is loaded before V of step i, also from one tile to the next); a step is a key
+tile, and goes to all consumers:
 
     scores(i) = q kᵀ(i)  |  acc += p(i-1) v(i-1)      both in flight together
     p(i), row_max, row_sum = online softmax(scores(i)) under the second product
@@ -24,7 +26,9 @@ memory, asked while the last loads of a tile are under way; it is 0 again when t
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
-and score option, packed calls. Refuses dropout, other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+
+Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
 What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json):
 - long sequences: the tensor pipe, active 84% of the cycles at head dim 256 causal, 98% full, 82% and 85% at 128 (8192 keys;
@@ -49,6 +53,12 @@ cuDNN and FA3 beside it, each once):
   512 keys 333 to 368 (340, 336).
 - head dim 256, p v as four products beside that, the turn passed before the last: causal 8192 keys 634 to 655 (540, 720). At
   head dim 128 equal, at 64 3% slower; as two products at head dim 256 half of it.
+- head dim 256 causal, the wait for p v held below the exponentials by an instruction that needs the row sums: 8192 keys 637 to
+  681 (527, 706), 1024 keys 470 to 487 (400, 453). With it one product for p v is better than four. Elsewhere it is slower: full
+  734 to 673, head dim 128 667 to 612, causal 639 to 615; head dim 64 529 to 519, causal 512 to 463.
+- head dims 64 and 128, a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 64,
+  8192 keys 527 to 543, causal 510 to 519, causal 2048 414 to 431; head dim 128, 512 keys 545 to 567, causal 1024 464 to 485,
+  8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -71,12 +81,6 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   keys. Full calls whose programs each begin at another key tile, so that L2 merges no requests and answers twice as many: equal
   (717 and 714).
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
-- the wait for p v held below the exponentials by an instruction that needs the row sums, not by a branch: head dim 256 full 734
-  to 673, head dim 128 667 to 612, causal 639 to 615; head dim 64 529 to 519, causal 512 to 463. At head dim 256 causal it is
-  faster, 637 to 681 (527, 706), with one product for p v: to come.
-- a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 256 full 753 to 685, causal
-  equal; head dim 128 at 8192 keys equal. Faster at head dim 64, 8192 keys 527 to 543, and for short sequences at 128, 512 keys
-  545 to 567: to come.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
@@ -87,6 +91,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttentio
 
 from typing import Any, NamedTuple
 
+from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.compat import (
     fence_async_shared,
@@ -100,6 +105,7 @@ from flashtile.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
@@ -114,6 +120,13 @@ PACKED_ROWS = gl.constexpr(2**30)
 # 128 that wait for it.
 _WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
 _PASS_TURN = gl.constexpr(tuple(f"bar.arrive {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
+# Passes $2 and $3 through, and can't be done before they are known. The bits are those of no number, so nothing arrives.
+_HOLD = gl.constexpr(
+    "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
+    "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
+)
+# Passes $1 through, and looks as if it could store it where $2 is negative, which no number of heads is.
+_PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -138,7 +151,10 @@ class Ring(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a consumer, or all together, do of one tile: query rows from row_begin on, key tiles [begin, end)."""
+    """What a consumer, or all together, do of one tile: queries from row_begin on, key tiles [begin, end).
+
+    head is the number of the group where its heads share the tile.
+    """
 
     batch: Any
     head: Any
@@ -178,10 +194,11 @@ def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N
 
 
 @gluon.jit
-def _consumer_part(part, lengths, window, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
+def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
     """The part of one consumer. Rows past the length do what the last row does."""
-    row_begin = part.row_begin + CONSUMER * ROWS
-    tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, ROWS, TILE_N)
+    QUERIES: gl.constexpr = ROWS // HEADS
+    row_begin = part.row_begin + CONSUMER * QUERIES
+    tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, QUERIES, TILE_N)
     end = gl.minimum(gl.maximum(tiles.end, part.begin + 1), part.end)
     begin = gl.minimum(gl.maximum(tiles.begin, part.begin), end - 1)
     # Key tile end - 1 comes first, and is masked whatever it holds.
@@ -240,11 +257,21 @@ def _place(batch, start, length, row, PACKED: gl.constexpr):
 
 @gluon.jit
 def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """head and row: of q as `_head_and_row` gives them."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     if PACKED:
         tma_load(desc, [PACKED_ROWS, place, head, row, COL], ready, slot_smem)
     else:
         tma_load(desc, [place, head, row, COL], ready, slot_smem)
+
+
+@gluon.jit
+def _head_and_row(head, row, HEADS: gl.constexpr):
+    """In the order of the descriptors of q and out, which `arguments.descriptor` explains."""
+    if HEADS == 1:
+        return head, row
+    else:
+        return row, head * HEADS
 
 
 @gluon.jit
@@ -255,17 +282,18 @@ def _q_slots(index, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, ring, index, part, lengths, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-            PACKED: gl.constexpr):  # fmt: skip
+def _load_q(q_desc, ring, index, part, lengths, HEADS: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+            SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """Queries of a consumer; with SPLIT_Q q_desc is of half of their columns."""
     slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
     COL: gl.constexpr = q_desc.block_type.shape[-1] if SPLIT_Q else 0
-    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * ROWS, PACKED)
+    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
+    head, row = _head_and_row(part.head, row, HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
-    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, part.head, row, PACKED, COL)
+    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
     if SPLIT_Q:
         mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
-        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, part.head, row, PACKED)
+        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, head, row, PACKED)
 
 
 @gluon.jit
@@ -308,11 +336,11 @@ def _load_step(
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr,
+    TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
-    TILE_M: gl.constexpr = ROWS * NUM_CONSUMERS
+    TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
     index = 0
     step = 0
@@ -324,7 +352,7 @@ def _load(
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, ring, index, part, lengths, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
+            _load_q(q_desc, ring, index, part, lengths, HEADS, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
         k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
         steps = part.end - part.begin
         for i in range(steps - 2):
@@ -414,10 +442,22 @@ def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.const
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.constexpr, MASKED: gl.constexpr):
+def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
+    """Position of each row of a consumer, and its head."""
+    i = gl.arange(0, ROWS, layout)
+    if HEADS == 1:
+        return part.row_begin + i, part.head
+    else:
+        return part.row_begin + i // HEADS, part.head * HEADS + i % HEADS
+
+
+@gluon.jit
+def _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr,
+            MASKED: gl.constexpr):  # fmt: skip
     """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
     layout: gl.constexpr = raw.type.layout
-    rows = (part.row_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))[:, None]
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = _rows_and_heads(part, HEADS, row_layout)[0][:, None]
     cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
     first_col = n_tile * TILE_N
     logits = scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
@@ -427,15 +467,35 @@ def _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N: gl.
 
 
 @gluon.jit
+def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
+    """Which weights of a step dropout keeps, for `_as_operands`; without dropout a placeholder.
+
+    Called while products are under way. ptxas would make the bits after the wait for those: the store, which never happens,
+    keeps them before it.
+    """
+    if dropout.rng_state is None:
+        return 0
+    else:
+        stream = RandomStream(stream.seed, (part.batch * num_heads + part.head).to(gl.uint32), stream.offset)
+        bits = dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
+        return gl.inline_asm_elementwise(_PIN, "=r,r,r", [bits, num_heads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _halves(x):
     """Left and right columns of x; every element stays in its register."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
-def _as_operands(p, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
-    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them."""
+def _as_operands(p, kept, dropout, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
+    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them.
+
+    With dropout FACTOR * p, or 0.
+    """
     layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    if dropout.rng_state is not None:
+        p = dropouts.drop(p, kept)
     p = p.to(ring.v_smem.dtype)
     if VALUE_PARTS == 1:
         return (gl.convert_layout(p, layout),)
@@ -453,10 +513,31 @@ def _per_row(x, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def _update(state, logits, scale_log2, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr):
+    """`softmax.update`. WAIT_LATE: nothing that follows waits before all exponentials are done; ptxas moves waits up."""
+    if SUMS_APART:
+        return softmax.update_apart(state, logits, scale_log2, MASKED)
+    else:
+        state, p, correction = softmax.update(state, logits, scale_log2, MASKED)
+        if WAIT_LATE:
+            row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
+            state = softmax.OnlineSoftmax(state.row_max, row_sum)
+        return state, p, correction
+
+
+@gluon.jit
+def _begin(logits, scale_log2, SUMS_APART: gl.constexpr, MASKED: gl.constexpr):
+    if SUMS_APART:
+        return softmax.begin_apart(logits, scale_log2, MASKED)
+    else:
+        return softmax.begin(logits, scale_log2, MASKED)
+
+
+@gluon.jit
 def _absorb_tile(
-    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params,
-    TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    VALUE_PARTS: gl.constexpr, MASKED: gl.constexpr,
+    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
+    HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
     acc_layout: gl.constexpr = acc.type.layout
@@ -465,13 +546,14 @@ def _absorb_tile(
     _wait_turn(CONSUMER)
     raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS)
+    kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, TILE_N, MASKED)
-    state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
+    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), SUMS_APART, WAIT_LATE, MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, acc * _per_row(correction, acc_layout), _as_operands(p, ring, acc_layout, VALUE_PARTS)
+    return state, acc * _per_row(correction, acc_layout), _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
 
 
 @gluon.jit
@@ -502,7 +584,8 @@ def _start_store(out_desc, buffer, place, head, row, COL: gl.constexpr, PACKED: 
 
 
 @gluon.jit
-def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, PACKED: gl.constexpr):
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, HEADS: gl.constexpr,
+           PACKED: gl.constexpr):  # fmt: skip
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
 
     left: slot for the left half of out, and the other has the right one; None: all of it.
@@ -517,39 +600,42 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         left_buffer = ring.out_smem.index(left)
         left_buffer.reshape([ROWS, COLS]).store(out_left)
         buffer.reshape([ROWS, COLS]).store(out_right)
-    rows = part.row_begin + gl.arange(0, ROWS, row_lse.type.layout)
+    layout: gl.constexpr = row_lse.type.layout
+    rows, heads = _rows_and_heads(part, HEADS, layout)
     if PACKED:
-        head_lse = lse + part.head.to(gl.int64) * lse_stride + lengths.start_q
+        head_lse = lse + heads.to(gl.int64) * lse_stride + lengths.start_q
     else:
-        head_lse = lse + (part.batch * num_heads + part.head).to(gl.int64) * lse_stride
+        head_lse = lse + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse_stride
     gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
+    head, row = _head_and_row(part.head, row, HEADS)
     if left is None:
-        _start_store(out_desc, buffer, place, part.head, row, 0, PACKED)
+        _start_store(out_desc, buffer, place, head, row, 0, PACKED)
     else:
-        _start_store(out_desc, left_buffer, place, part.head, row, 0, PACKED)
-        _start_store(out_desc, buffer, place, part.head, row, COLS, PACKED)
+        _start_store(out_desc, left_buffer, place, head, row, 0, PACKED)
+        _start_store(out_desc, buffer, place, head, row, COLS, PACKED)
 
 
 @gluon.jit
 def _compute(
-    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks,
-    TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, MASK_FIRST: gl.constexpr,
-    MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
+    HEADS: gl.constexpr, TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     scale_log2 = scores.scale_log2(score_params)
+    stream = dropouts.load_stream(dropout, num_heads)
 
     if CONSUMER == NUM_CONSUMERS - 1:
         _pass_turn(CONSUMER, NUM_CONSUMERS)
     whole, lengths = _receive(ring, lengths, 0, PACKED)
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
-    part = _consumer_part(whole, lengths, window, TILE_N, CONSUMER)
+    part = _consumer_part(whole, lengths, window, HEADS, TILE_N, CONSUMER)
     slope = scores.load_slope(score_params, part.batch, part.head)
     # Steps before the first of this tile whose values are still to be handed back
     skipped = whole.end - part.end
@@ -566,11 +652,12 @@ def _compute(
     _wait_turn(CONSUMER, some)
     raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
+    kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, TILE_N, MASK_FIRST)
-    state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
-    p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
+    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
+    state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
+    p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
     index = 0
     while whole.end > 0:
         _skip_values(ring, step - skipped, skipped, NUM_STAGES)
@@ -583,7 +670,8 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                    WAIT_LATE, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -591,13 +679,15 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, False,
+                stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                WAIT_LATE, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
+                    WAIT_LATE, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -605,7 +695,7 @@ def _compute(
         index += 1
         next_whole, next_lengths = _receive(ring, lengths, index, PACKED)
         more = next_whole.end > 0
-        next_part = _consumer_part(next_whole, next_lengths, window, TILE_N, CONSUMER)
+        next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, CONSUMER)
         next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
         skipped = part.begin - whole.begin
         if more:
@@ -623,25 +713,33 @@ def _compute(
         raw = _start_scores(ring, next_q_slot, q_left, step, TILE_N, NUM_STAGES)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS,
                                 more)  # fmt: skip
+        kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, TILE_N, MASK_FIRST)
-        next_state, p = softmax.begin(logits, scale_log2, MASK_FIRST)
-        p = _as_operands(p, ring, acc_layout, VALUE_PARTS)
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
+                         MASK_FIRST)  # fmt: skip
+        next_state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
+        p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
         if OWN_OUT:
             tma_store_wait(0)
         acc = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
+        if SUMS_APART:
+            state = softmax.join(state)
         if sinks is not None:
-            state, correction = softmax.absorb_sink(state, gl.load(sinks + part.head).to(gl.float32))
+            row_layout: gl.constexpr = state.row_max.type.layout
+            heads = _rows_and_heads(part, HEADS, row_layout)[1]
+            state, correction = softmax.absorb_sink(state, gl.load(sinks + heads).to(gl.float32))
             acc = acc * _per_row(correction, acc_layout)
         inverse, row_lse = softmax.finish(state)
+        if dropout.rng_state is not None:
+            inverse = inverse * (dropout.keep_scale / dropouts.FACTOR)
         _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
-               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, PACKED)  # fmt: skip
+               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
@@ -691,11 +789,12 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
     "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, lse_stride, seqlen_q, seqlen_k,
+    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
+    SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
@@ -712,36 +811,45 @@ def attention_forward(
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, TILE_N, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, TILE_N, BLOCK_DV,
-                        NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
+                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 

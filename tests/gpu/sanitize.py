@@ -26,7 +26,7 @@ from cases import named  # noqa: E402
 
 FEATURES = named(
     "causal_ragged", "causal_empty_rows", "gqa", "window_both", "softcap", "alibi", "sinks", "dropout", "dim_40_8",
-    "dim_256_causal", "varlen_cross_causal", "varlen_used", "packed_qkv",
+    "dim_256_causal", "varlen_cross_causal", "varlen_used", "packed_qkv", "short_causal", "short_varlen",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import checks
 import pytest
 import torch
-from cases import BY_NAME, CASES, Case
+from cases import BY_NAME, CASES, SHORT, Case
 
 import flashtile
 from flashtile import dispatch, hardware
@@ -66,6 +66,16 @@ def test_case(tier, case, dtype, poisoned):
     checks.check_attention(case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_short_case(tier, case, poisoned):
+    """Heads of a group that share tiles, forward and backward; also that they do."""
+    skip_refused(tier, case, torch.bfloat16)
+    if tier == "hopper":
+        problem = case.problem(case.make(torch.bfloat16, "cuda"))
+        assert dispatch.plan_for(problem, torch.device("cuda"), "forward").configs["forward"].heads == problem.group_size
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("case", [c.scaled(5) for c in CASES if c.magnitude == 1.0], ids=lambda case: case.name)
 def test_larger_case(tier, case, poisoned):
     """Five times as long: many tiles in each part of a range, rows that no power of two divides."""
@@ -108,7 +118,8 @@ def test_random_configurations(tier, chunk, poisoned):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both"])
+@pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both",
+                                  "short_causal", "short_varlen"])  # fmt: skip
 def test_bits_repeat(tier, name, deterministic):
     """Many runs, the same bits: a race would move them."""
     case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)

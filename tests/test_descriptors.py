@@ -1,0 +1,65 @@
+"""TMA descriptors of the Hopper tier: which elements a tile at given coordinates holds, by the arithmetic of the hardware."""
+
+import importlib.util
+from itertools import product
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+ROWS, DIM = 64, 128
+
+
+def elements(descriptor, coordinates):
+    """Offsets of a tile's elements in their tensor, flat, -1 where TMA fills in zeros; addresses have 64 bits."""
+    offsets = []
+    for inner in product(*map(range, descriptor.block_shape)):
+        place = [at + i for at, i in zip(coordinates, inner)]
+        inside = all(0 <= i < size for i, size in zip(place, descriptor.shape))
+        offset = sum(i * stride * 2 for i, stride in zip(place, descriptor.strides)) % 2**64 // 2
+        offsets.append(offset if inside else -1)
+    return torch.tensor(offsets)
+
+
+def numbered(*shape):
+    """The offsets of a tensor's elements, and a tensor of that layout without data."""
+    return torch.arange(torch.Size(shape).numel()).view(shape), torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tiles_of_sequences(heads):
+    """One head's rows, or as many queries of each head of a group, side by side; nothing past the last row."""
+    from flashtile.hopper.arguments import descriptor
+
+    batch, seqlen, num_heads = 2, 100, 8
+    offsets, x = numbered(batch, seqlen, num_heads, DIM)
+    described = descriptor(x, ROWS, DIM, heads)
+    b, first_head, row = 1, 4, 80
+    if heads == 1:
+        expected = offsets[b, row : row + ROWS, first_head]
+        tile = elements(described, [b, first_head, row, 0])
+    else:
+        expected = offsets[b, row : row + ROWS // heads, first_head : first_head + heads]
+        tile = elements(described, [b, row, first_head, 0])
+    assert torch.equal(tile[tile >= 0], expected.flatten())
+    assert (tile[expected.numel() :] == -1).all() and len(tile) == ROWS * DIM
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tiles_of_packed_sequences(heads):
+    """As above; a tile ends where its sequence ends, though rows of the next one follow."""
+    from flashtile.hopper.arguments import PACKED_ROWS, packed_descriptor
+
+    total, num_heads, start, length, row, first_head = 120, 8, 7, 90, 80, 4
+    offsets, x = numbered(total, num_heads, DIM)
+    described = packed_descriptor(x, ROWS, DIM, heads)
+    queries = ROWS // heads
+    rows = offsets[start + row : start + min(row + queries, length)]
+    place = [PACKED_ROWS, start + length]
+    if heads == 1:
+        expected, inner = rows[:, first_head], [first_head, PACKED_ROWS - length + row, 0]
+    else:
+        expected, inner = rows[:, first_head : first_head + heads], [PACKED_ROWS - length + row, first_head, 0]
+    tile = elements(described, place + inner)
+    assert torch.equal(tile[tile >= 0], expected.flatten())
+    assert (tile[expected.numel() :] == -1).all()
