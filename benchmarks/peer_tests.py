@@ -12,7 +12,8 @@
 Needs pytest, einops, and pytest-xdist for --workers. The names flash_attn and flash_attn_interface are answered by
 `flashtile.compat.install()`; nothing of the peer is built or imported but its test files. Cases are drawn with --seed, the same
 number from each test function (all of one that has fewer). Further options go to pytest. Exits with pytest's code; --report
-writes a JSON summary. What fails for a reason is in docs/compat.md.
+writes a JSON summary, again after each case, so that of a run that is stopped the part that ran is known. What fails for a
+reason is in docs/compat.md. Nearly all of the time is Triton's: each case compiles kernels of its own.
 
 FlashMLA's dense decode test is a script: its cases are drawn in the same way, for bf16 and fp16, without its timing, which
 looks for a kernel by its name.
@@ -75,15 +76,24 @@ def pytest_generate_tests(metafunc):
 class Tally:
     """Outcomes by test function, and the failed cases with the last line of their error."""
 
-    def __init__(self):
+    def __init__(self, description, report):
+        self.description, self.report = description, report
         self.outcomes, self.failed = {}, {}
+
+    def add(self, function, case, outcome, error=""):
+        self.outcomes.setdefault(function, Counter())[outcome] += 1
+        if outcome == "failed":
+            self.failed[case] = error[:300]
+        if self.report:
+            self.report.write_text(self.summary())
+
+    def summary(self):
+        return json.dumps(self.description | {"outcomes": self.outcomes, "failed": self.failed}, indent=1)
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
-            function = report.nodeid.split("::")[-1].split("[")[0]
-            self.outcomes.setdefault(function, Counter())[report.outcome] += 1
-            if report.outcome == "failed":
-                self.failed[report.nodeid.split("::")[-1]] = str(report.longrepr).strip().splitlines()[-1][:300]
+            case = report.nodeid.split("::")[-1]
+            self.add(case.split("[")[0], case, report.outcome, str(report.longrepr).strip().splitlines()[-1])
 
 
 def run_flash_mla(file, arguments, tally):
@@ -100,13 +110,12 @@ def run_flash_mla(file, arguments, tally):
         module.main(dtype)
         wanted = min(len(cases), -(-arguments.cases // 2))
         for case in random.Random(f"{arguments.seed} {dtype}").sample(cases, wanted):
-            name, outcome = f"{test.__name__} {dtype}", "passed"
+            name = f"{test.__name__} {dtype}"
             try:
                 test(replace(case, test_performance=False))
+                tally.add(name, f"{name} {case}", "passed")
             except Exception as error:
-                outcome = "failed"
-                tally.failed[f"{name} {case}"] = f"{type(error).__name__}: {error}"[:300]
-            tally.outcomes.setdefault(name, Counter())[outcome] += 1
+                tally.add(name, f"{name} {case}", "failed", f"{type(error).__name__}: {error}")
     return 1 if tally.failed else 0
 
 
@@ -131,16 +140,13 @@ def main():
     paths = [str(ROOT), str(Path(__file__).parent), str(file.parent)]
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    tally = Tally()
+    description = {"suite": arguments.suite, "cases": arguments.cases, "seed": arguments.seed, "environment": environment}
+    tally = Tally(description, arguments.report)
     if arguments.suite == "flash-mla":
         code = run_flash_mla(file, arguments, tally)
     else:
         code = run_pytest(file, arguments, further, tally)
-    summary = {"suite": arguments.suite, "cases": arguments.cases, "seed": arguments.seed, "environment": environment,
-               "outcomes": tally.outcomes, "failed": tally.failed}  # fmt: skip
-    print(json.dumps(summary, indent=1))
-    if arguments.report:
-        arguments.report.write_text(json.dumps(summary, indent=1))
+    print(tally.summary())
     return code
 
 
