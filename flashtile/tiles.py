@@ -140,18 +140,16 @@ def select(table, kernel, problem, device) -> Row | None:
 class HopperConfig:
     """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
 
-    l2_bytes: keys and values of the heads in work together. value_parts: 1 or 4 products for p v; consumers take turns, which
-    pass after the one or before the last of the four. sums_apart: a row's sum stays in parts until the end. wait_late: without
-    that, the wait for p v comes after the exponentials. heads: of a group that share a tile, by their queries side by side.
+    l2_bytes: keys and values of the heads in work together. lazy: acc is rescaled only where a maximum grew by much, and p v is
+    waited for after the exponentials; else a row's sum stays in parts until the end. heads: of a group that share a tile, by
+    their queries side by side.
     """
 
     tile_m: int
     tile_n: int
     num_stages: int
     l2_bytes: int
-    value_parts: int = 1
-    sums_apart: bool = False
-    wait_late: bool = False
+    lazy: bool = False
     heads: int = 1
 
     @property
@@ -181,12 +179,11 @@ _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 HOPPER = tuple(
     HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
     for block_dim, causal, max_seqlen, config in [
-        (64, None, 1024, (256, 64, 8, 20 * 2**20, 1, True)),
-        (64, True, 4096, (256, 64, 8, 20 * 2**20, 1, True)),
-        (64, None, None, (192, 128, 2, 20 * 2**20, 1, True)),
-        (128, None, None, (128, 128, 2, 20 * 2**20, 1, True)),
-        (256, True, None, (128, 64, 2, 20 * 2**20, 1, False, True)),
-        (256, None, None, (128, 64, 2, 20 * 2**20, 4)),
+        (64, None, 1024, (256, 64, 8, 20 * 2**20)),
+        (64, True, 4096, (256, 64, 8, 20 * 2**20)),
+        (64, None, None, (192, 128, 2, 20 * 2**20)),
+        (128, None, None, (128, 128, 2, 20 * 2**20)),
+        (256, None, None, (128, 64, 2, 20 * 2**20, True)),
     ]
 )
 

@@ -49,7 +49,7 @@ def _calls():
                 seen.add((row.block_dim, row.config, name))
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
-    yield len(tiles.HOPPER) - 2, "heads"
+    yield len(tiles.HOPPER) - 1, "heads"
 
 
 def _compile(call):

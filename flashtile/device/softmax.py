@@ -10,6 +10,8 @@ from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
 
 # Columns of row_sum in `update_apart`: a thread of a wgmma holds two of each eight.
 SUMS = gl.constexpr(8)
+# How far a base-2 logit may lie above the reference of `update_lazily`: p is 256 at most, which fp16 holds well.
+SLACK = gl.constexpr(8.0)
 
 
 class OnlineSoftmax(NamedTuple):
@@ -53,6 +55,20 @@ def begin(logits, scale_log2, MASKED: tl.constexpr):
     reference = _reference(row_max, MASKED)
     p = tl.exp2(logits * scale_log2 - reference[:, None])
     return OnlineSoftmax(row_max, tl.sum(p, 1)), p
+
+
+@gluon.jit
+def update_lazily(state, logits, scale_log2, MASKED: gl.constexpr):
+    """`update`, but row_max stays as it is until a logit exceeds it by SLACK: nearly always the correction is 1.
+
+    Source: as FlashAttention-4 does.
+    """
+    largest = gl.max(logits, 1) * scale_log2
+    row_max = gl.where(largest > state.row_max + SLACK, largest, state.row_max)
+    reference = _reference(row_max, MASKED)
+    correction = gl.exp2(state.row_max - reference)
+    p = gl.exp2(logits * scale_log2 - reference[:, None])
+    return OnlineSoftmax(row_max, state.row_sum * correction + gl.sum(p, 1)), p, correction
 
 
 @gluon.jit

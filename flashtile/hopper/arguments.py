@@ -200,8 +200,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads, "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
-        "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "VALUE_PARTS": config.value_parts,
-        "SUMS_APART": config.sums_apart, "WAIT_LATE": config.wait_late,
+        "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         # The queries of a consumer on an aligned diagonal cut one key tile, on another two
         "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, queries - 1)), "OWN_OUT": own_out,

@@ -17,9 +17,10 @@ At the end of a tile a consumer starts the first scores of its next tile with it
 only then writes out. Steps that only other consumers need are handed back unused. Consumers take turns in issuing products,
 so that the softmax of one runs under the products of another; the turn goes through barriers of the hardware.
 
-Head dim 256: shared memory is what runs short, its bandwidth and its size. The left half of the queries is an operand in
-registers, so q kᵀ reads less of it. The buffer of the left half is free once it is read, and takes the left half of out at
-the end of the tile before; the right half leaves through that of its own queries.
+Head dim 256 (LAZY): acc is rescaled only when weights would exceed 256, which after a few steps hardly happens: 128 products a
+thread and step less, in time and in power. Shared memory is what runs short, its bandwidth and its size. The left half of the
+queries is an operand in registers, so q kᵀ reads less of it. The buffer of the left half is free once it is read, and takes
+the left half of out at the end of the tile before; the right half leaves through that of its own queries.
 
 Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program that is free first (an atomic counter in global
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
@@ -56,6 +57,10 @@ cuDNN and FA3 beside it, each once):
 - head dim 256 causal, the wait for p v held below the exponentials by an instruction that needs the row sums: 8192 keys 637 to
   681 (527, 706), 1024 keys 470 to 487 (400, 453). With it one product for p v is better than four. Elsewhere it is slower: full
   734 to 673, head dim 128 667 to 612, causal 639 to 615; head dim 64 529 to 519, causal 512 to 463.
+- head dim 256, acc rescaled only where a maximum grew by much, beside that: causal 8192 keys 661 to 709 (522, 707), causal 1024
+  549 to 563, 512 keys 612 to 622, 8192 keys 758 to 751 (636, 724); four products for p v, or sums in parts: 1% slower. In a
+  burst too short for the power limit both are equal (732 and 727, FA3 731): what it saves is power. At head dim 128, where
+  these products hide under the exponentials, 645 to 639 causal, 674 to 648; at 64 524 to 512, 551 to 533.
 - head dims 64 and 128, a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 64,
   8192 keys 527 to 543, causal 510 to 519, causal 2048 414 to 431; head dim 128, 512 keys 545 to 567, causal 1024 464 to 485,
   8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
@@ -80,6 +85,11 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   for l2_bytes; consumers with their rows exchanged; the first key tile masked instead of skipped: all equal, 636 to 648 at 8192
   keys. Full calls whose programs each begin at another key tile, so that L2 merges no requests and answers twice as many: equal
   (717 and 714).
+- one exponential in 16, 8 or 4 by a polynomial of degree 4 on the FMA pipe, as FA4 does on Blackwell: head dim 128 causal
+  633 to 605, 579, 555, head dim 64 513 to 478, 467, 430; degree 3 is equal. Issue slots are as short as units for exponentials.
+- the correction of acc made to wait for the row sums (a selp no one takes), so that ptxas puts exponentials before the
+  rescaling, as it does by itself at head dim 256 full: head dim 256 causal 669 to 684, full 753 to 737; head dim 128 causal 650
+  to 633.
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
@@ -125,6 +135,28 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
+
+
+def _rescaling(count):
+    """PTX that multiplies `count` registers of acc by their rows' corrections, unless these are 1 in the whole warp.
+
+    acc is in $0 and on, and tied to the outputs; corrections follow, one for each register, of two rows in turn.
+    """
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
+    return (
+        f"{{ .reg .pred q; setp.neu.f32 q, {first}, 0f3F800000; setp.neu.or.f32 q, {second}, 0f3F800000, q; "
+        f"vote.sync.any.pred q, q, 0xffffffff; @!q bra DONE; {products} DONE: }}"
+    )
+
+
+def _rescaling_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+# For value head dims of 64, 128, 256: a thread has half as many registers of acc.
+_RESCALE = gl.constexpr(tuple(_rescaling(count) for count in (32, 64, 128)))
+_RESCALE_CONSTRAINTS = gl.constexpr(tuple(_rescaling_constraints(count) for count in (32, 64, 128)))
 # Passes $1 through, and looks as if it could store it where $2 is negative, which no number of heads is.
 _PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
@@ -425,19 +457,14 @@ def _start_scores(ring, q_slot, q_left, step, TILE_N: gl.constexpr, NUM_STAGES: 
 
 
 @gluon.jit
-def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr,
-                  CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
-    """Wait for the values of a step, start acc + p v, and pass the turn: before the last of VALUE_PARTS products, after one."""
+def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
+                  NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
+    """Wait for the values of a step, start acc + p v, and pass the turn."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.v_ready.index(slot), phase)
     v = ring.v_smem.index(slot).reshape([TILE_N, acc.shape[1]])
-    PART: gl.constexpr = TILE_N // VALUE_PARTS
-    for i in gl.static_range(VALUE_PARTS):
-        if i > 0 and i == VALUE_PARTS - 1:
-            _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
-        acc = warpgroup_mma(p[i], v.slice(i * PART, PART, dim=0), acc, is_async=True)
-    if VALUE_PARTS == 1:
-        _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
     return acc
 
 
@@ -488,23 +515,11 @@ def _halves(x):
 
 
 @gluon.jit
-def _as_operands(p, kept, dropout, ring, acc_layout: gl.constexpr, VALUE_PARTS: gl.constexpr):
-    """p in the dtype of v, as left operands of p v: all columns, or VALUE_PARTS = 4 quarters of them.
-
-    With dropout FACTOR * p, or 0.
-    """
-    layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+def _as_operand(p, kept, dropout, ring, acc_layout: gl.constexpr):
+    """p in the dtype of v, as the left operand of p v; with dropout FACTOR * p, or 0."""
     if dropout.rng_state is not None:
         p = dropouts.drop(p, kept)
-    p = p.to(ring.v_smem.dtype)
-    if VALUE_PARTS == 1:
-        return (gl.convert_layout(p, layout),)
-    else:
-        left, right = _halves(p)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
-        return (gl.convert_layout(first, layout), gl.convert_layout(second, layout), gl.convert_layout(third, layout),
-                gl.convert_layout(fourth, layout))  # fmt: skip
+    return gl.convert_layout(p.to(ring.v_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
 
 
 @gluon.jit
@@ -513,31 +528,42 @@ def _per_row(x, acc_layout: gl.constexpr):
 
 
 @gluon.jit
-def _update(state, logits, scale_log2, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr):
-    """`softmax.update`. WAIT_LATE: nothing that follows waits before all exponentials are done; ptxas moves waits up."""
-    if SUMS_APART:
-        return softmax.update_apart(state, logits, scale_log2, MASKED)
+def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
+    """Softmax of one step. LAZY: nothing that follows waits before all exponentials are done; ptxas moves waits up."""
+    if LAZY:
+        state, p, correction = softmax.update_lazily(state, logits, scale_log2, MASKED)
+        row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
+        return softmax.OnlineSoftmax(state.row_max, row_sum), p, correction
     else:
-        state, p, correction = softmax.update(state, logits, scale_log2, MASKED)
-        if WAIT_LATE:
-            row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
-            state = softmax.OnlineSoftmax(state.row_max, row_sum)
-        return state, p, correction
+        return softmax.update_apart(state, logits, scale_log2, MASKED)
 
 
 @gluon.jit
-def _begin(logits, scale_log2, SUMS_APART: gl.constexpr, MASKED: gl.constexpr):
-    if SUMS_APART:
-        return softmax.begin_apart(logits, scale_log2, MASKED)
-    else:
+def _begin(logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
+    if LAZY:
         return softmax.begin(logits, scale_log2, MASKED)
+    else:
+        return softmax.begin_apart(logits, scale_log2, MASKED)
+
+
+@gluon.jit
+def _rescale(acc, correction, LAZY: gl.constexpr):
+    layout: gl.constexpr = acc.type.layout
+    factors = _per_row(correction, layout)
+    if LAZY:
+        BLOCK_DV: gl.constexpr = acc.shape[1]
+        which: gl.constexpr = BLOCK_DV // 128
+        return gl.inline_asm_elementwise(_RESCALE[which], _RESCALE_CONSTRAINTS[which], [acc, factors], dtype=gl.float32,
+                                         is_pure=True, pack=BLOCK_DV // 2)  # fmt: skip
+    else:
+        return acc * factors
 
 
 @gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
     HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASKED: gl.constexpr,
+    LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
     acc_layout: gl.constexpr = acc.type.layout
@@ -545,15 +571,15 @@ def _absorb_tile(
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
     raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
-    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS)
+    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
-    raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
+    raw = warpgroup_mma_wait(1, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), SUMS_APART, WAIT_LATE, MASKED)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, acc * _per_row(correction, acc_layout), _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
+    return state, _rescale(acc, correction, LAZY), _as_operand(p, kept, dropout, ring, acc_layout)
 
 
 @gluon.jit
@@ -622,8 +648,8 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, VALUE_PARTS: gl.constexpr, SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -656,8 +682,8 @@ def _compute(
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
-    state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
-    p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
+    state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
+    p = _as_operand(p, kept, dropout, ring, acc_layout)
     index = 0
     while whole.end > 0:
         _skip_values(ring, step - skipped, skipped, NUM_STAGES)
@@ -670,8 +696,7 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
-                    WAIT_LATE, True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -679,15 +704,13 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
-                WAIT_LATE, False,
+                stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, VALUE_PARTS, SUMS_APART,
-                    WAIT_LATE, True,
+                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -711,10 +734,9 @@ def _compute(
         mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
         raw = _start_scores(ring, next_q_slot, q_left, step, TILE_N, NUM_STAGES)
-        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, VALUE_PARTS, CONSUMER, NUM_CONSUMERS,
-                                more)  # fmt: skip
+        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
-        raw = warpgroup_mma_wait(VALUE_PARTS, deps=[raw])
+        raw = warpgroup_mma_wait(1, deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
@@ -722,13 +744,13 @@ def _compute(
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
                          MASK_FIRST)  # fmt: skip
-        next_state, p = _begin(logits, scale_log2, SUMS_APART, MASK_FIRST)
-        p = _as_operands(p, kept, dropout, ring, acc_layout, VALUE_PARTS)
+        next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
+        p = _as_operand(p, kept, dropout, ring, acc_layout)
         if OWN_OUT:
             tma_store_wait(0)
         acc = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
-        if SUMS_APART:
+        if not LAZY:
             state = softmax.join(state)
         if sinks is not None:
             row_layout: gl.constexpr = state.row_max.type.layout
@@ -792,9 +814,8 @@ def attention_forward(
     q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, VALUE_PARTS: gl.constexpr,
-    SUMS_APART: gl.constexpr, WAIT_LATE: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
-    OWN_OUT: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
@@ -814,42 +835,42 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, VALUE_PARTS, SUMS_APART, WAIT_LATE,
-                        MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
+                        MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
