@@ -22,6 +22,8 @@ NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
 NUM_REPEATS = int(os.environ.get("FLASHTILE_TEST_REPEATS", "100"))
 # more than one, so that several processes can share them
 NUM_CHUNKS = 15
+# Kinds of calls among random configurations, each with kernels of its own, which take longer to compile than to run
+NUM_KINDS = 60
 
 
 @pytest.fixture(params=GPU_TIERS)
@@ -83,25 +85,33 @@ def test_larger_case(tier, case, poisoned):
     checks.check_attention(case, torch.bfloat16, "cuda", seed=3)
 
 
+def _dim(draw, block):
+    """A head dim of those that kernels pad to a block."""
+    return 8 * draw.randint(1 if block == 64 else block // 16 + 1, block // 8)
+
+
 def random_case(seed):
-    """Of keys there are none, or many: with one or two, dq and dk are differences that cancel, but for the rounding of out in
+    """Options of one of NUM_KINDS kinds, and a shape.
+
+    Of keys there are none, or many: with one or two, dq and dk are differences that cancel, but for the rounding of out in
     delta, which is FlashAttention's own. Cases such as one_key show that this stays small.
     """
-    draw = random.Random(seed)
+    kind, draw = random.Random(seed % NUM_KINDS), random.Random(seed)
+    block, block_v = kind.choice([64, 128, 256]), kind.choice([None, None, 64, 128, 256])
+    varlen, windowed = kind.random() < 0.4, kind.choice([0, 0, 1, 2])
     heads_kv = draw.choice([1, 2, 3])
     lengths = None
-    if draw.random() < 0.4:
+    if varlen:
         lengths = tuple(
             (draw.choice([0, 1, 17, 64, 100, 300]), draw.choice([0, 33, 64, 200, 257])) for _ in range(draw.randint(1, 5))
         )
-    windowed = (draw.randint(0, 200), draw.randint(0, 200))
     return Case(
         f"random_{seed}", seqlen_q=draw.choice([1, 63, 64, 113, 128, 300, 511]), seqlen_k=draw.choice([64, 97, 128, 255, 400]),
-        batch=draw.choice([1, 2, 3]), heads=heads_kv * draw.choice([1, 1, 2, 4]), heads_kv=heads_kv,
-        head_dim=8 * draw.randint(1, 32), head_dim_v=draw.choice([None, None, 8 * draw.randint(1, 32)]),
-        causal=draw.random() < 0.5, window=draw.choice([(None, None), (None, None), windowed, (windowed[0], None)]),
-        softcap=draw.choice([0.0, 0.0, 5.0]), alibi=draw.choice([None, None, "heads", "batch"]),
-        sinks=draw.choice([None, None, "fp32", "same"]), dropout_p=draw.choice([0.0, 0.0, 0.0, 0.25]), dlse=draw.random() < 0.3,
+        batch=draw.choice([1, 2, 3]), heads=heads_kv * kind.choice([1, 1, 2, 4]), heads_kv=heads_kv,
+        head_dim=_dim(draw, block), head_dim_v=block_v and _dim(draw, block_v), causal=kind.random() < 0.5,
+        window=(None if windowed == 0 else draw.randint(0, 200), draw.randint(0, 200) if windowed == 2 else None),
+        softcap=kind.choice([0.0, 0.0, 5.0]), alibi=kind.choice([None, None, "heads", "batch"]),
+        sinks=kind.choice([None, None, "fp32", "same"]), dropout_p=kind.choice([0.0, 0.0, 0.0, 0.25]), dlse=kind.random() < 0.3,
         layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths,
         tail=draw.choice([0, 5]) if lengths else 0,
     )  # fmt: skip
