@@ -45,6 +45,12 @@ What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters bes
   not allow, 95% of its clocks).
 - head dim 64: exponentials take as long as products.
 
+- a border by the clock, causal 1024 keys, where it takes a third of the time: head dim 128 3980 clocks (received 200, its keys
+  and queries there 670, products started 1380, first softmax done 2700, p v done 2710, out scaled 3160, in shared memory 3510,
+  stored 3720), in which products take 1024; both consumers are in it at once. Head dim 256 10800, of which 1750 are a wait for
+  the second keys of the next tile, and 2200 one for the store. Head dim 64, 4 consumers: the first waits 6400 for the others,
+  which have more steps of a causal tile, since they take turns.
+
 What helped (H200, bf16, 16k tokens, TFLOP/s, before to after in single runs, not recorded under benchmarks/results; in brackets
 cuDNN and FA3 beside it, each once):
 - turns by bar.sync and bar.arrive instead of an mbarrier, whose arrival waits for 128 threads first. Head dim 128: 8192 keys
@@ -61,6 +67,8 @@ cuDNN and FA3 beside it, each once):
   549 to 563, 512 keys 612 to 622, 8192 keys 758 to 751 (636, 724); four products for p v, or sums in parts: 1% slower. In a
   burst too short for the power limit both are equal (732 and 727, FA3 731): what it saves is power. At head dim 128, where
   these products hide under the exponentials, 645 to 639 causal, 674 to 648; at 64 524 to 512, 551 to 533.
+- lse stored after the fence that out needs, which waits for it: head dim 64 causal 512 keys 281 to 286, 1024 359 to 367; 256
+  causal 512 388 to 392; elsewhere equal.
 - head dims 64 and 128, a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 64,
   8192 keys 527 to 543, causal 510 to 519, causal 2048 414 to 431; head dim 128, 512 keys 545 to 567, causal 1024 464 to 485,
   8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
@@ -90,6 +98,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - the correction of acc made to wait for the row sums (a selp no one takes), so that ptxas puts exponentials before the
   rescaling, as it does by itself at head dim 256 full: head dim 256 causal 669 to 684, full 753 to 737; head dim 128 causal 650
   to 633.
+- head dim 256, out stored by the producer, for which no consumer waits, and the next tile asked for two steps earlier: full 512
+  keys 613 to 628, causal 395 to 379, 1024 560 to 548 (in a state that still gave wrong results; not followed up).
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
@@ -626,13 +636,6 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         left_buffer = ring.out_smem.index(left)
         left_buffer.reshape([ROWS, COLS]).store(out_left)
         buffer.reshape([ROWS, COLS]).store(out_right)
-    layout: gl.constexpr = row_lse.type.layout
-    rows, heads = _rows_and_heads(part, HEADS, layout)
-    if PACKED:
-        head_lse = lse + heads.to(gl.int64) * lse_stride + lengths.start_q
-    else:
-        head_lse = lse + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse_stride
-    gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
@@ -642,6 +645,14 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     else:
         _start_store(out_desc, left_buffer, place, head, row, 0, PACKED)
         _start_store(out_desc, buffer, place, head, row, COLS, PACKED)
+    # After the fence, which waits for stores before it
+    layout: gl.constexpr = row_lse.type.layout
+    rows, heads = _rows_and_heads(part, HEADS, layout)
+    if PACKED:
+        head_lse = lse + heads.to(gl.int64) * lse_stride + lengths.start_q
+    else:
+        head_lse = lse + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse_stride
+    gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
 
 
 @gluon.jit
