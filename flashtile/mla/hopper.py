@@ -16,8 +16,8 @@ Queries and two key tiles fill the shared memory. Tile i + 2 takes the slot of t
 multiplied with that half: half h of a slot belongs to partition h, and a scorer begins with its own half, which comes first.
 
 Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence ends in is filled up with zeros
-(`cache_descriptor`), so that NaN in unused slots is never read. Indices, packed tokens and other pages are gathered
-(`_gather`), 128 bytes of a token at a time; packed ones are unpacked on the way, and tokens of no index get -inf as a bias.
+(`cache_descriptor`), so that NaN in unused slots is never read. Tokens of indices and of other pages are copied one by one
+(`_gather`), packed ones loaded and unpacked (`_gather_packed`); tokens of no index get -inf as a bias.
 
 How fast: benchmarks/results/nvidia-h200/mla-hopper.json. What a tile costs, by counting, in clocks of an SM at 4096 FLOP: its
 products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the product
@@ -30,10 +30,18 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
   537; with numbers unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles
   ahead 567. That helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
 - gathered by asynchronous copies, so that no load waits for a later one: packed 623 before, 518 then (FlashMLA 369 beside it),
-  not packed 485 and 495; both recorded, at 5d2fdac and 85f96a1. By counting, the producer of unpacked tokens had 4199 clocks a
-  tile before and has 985, so what holds those is not its latency; what it is was not measured.
-Not measured yet: the rotary part of q in registers (no spills; 3% less traffic); the length of a part's next sequence asked for
-one round ahead (as the round's length, see `_segment`).
+  not packed 485 and 495; both recorded, at 5d2fdac and 85f96a1.
+- What held those was the fence between what threads write and products: MEMBAR.ALL.CTA, which waits for all that a warp has
+  asked for, later loads and prefetches too, and stood twice a tile in the producer. Same call, all in one run, in brackets with
+  indices into 4096 tokens only, which stay in L2; FlashMLA 367 (344).
+  Packed: 517 (463); the fence with who multiplies 515 (465); the copies tell the barrier 496 (448); pieces of 64 bytes, so that
+  a thread has 2 tokens, and one wait for loads a tile 420 (404), without L2 ahead 465 (387). Packed dense, 8192 keys by 16
+  heads: 459; by the copies 504; by the pieces 376.
+  Not packed: 539 (298); the fence 521 (308); the copies, one a half, 365 (306), with 512 bytes of one token by an instruction
+  of a warp 376 (331), without L2 ahead 291 (279).
+- dense, batch 128, 4096 and 8192 keys, 128 heads (FlashMLA 255, 518): 277, 553; the rotary part of q in registers 279, 559;
+  slots given back in quarters 284, 564.
+Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
 """
@@ -90,14 +98,15 @@ class Ring(NamedTuple):
     sum_smem: Any
     # 0 or -inf for each token of a slot; None where only the end of a sequence hides
     bias_smem: Any
-    # Of a producer that gathers: what leads to the tokens of a tile, and pairs of scales of packed ones; None where not needed
-    entries_smem: Any
+    # Pairs of scales of packed tokens; None where none are
     scale_smem: Any
     q_ready: Any
     q_free: Any
     latent_ready: Any
     latent_free: Any
     p_ready: Any
+    # Whether threads write the tiles, not TMA
+    gathered: Any
 
 
 class Segment(NamedTuple):
@@ -221,15 +230,6 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
 
 
 @gluon.jit
-def _entry_ptrs(keys, sequence, cols):
-    """Where the block table or the indices hold what leads to the tokens `cols`."""
-    if keys.indices is None:
-        return keys.block_table + sequence.to(gl.int64) * keys.row_stride + cols // keys.page_size
-    else:
-        return keys.indices + sequence.to(gl.int64) * keys.row_stride + cols
-
-
-@gluon.jit
 def _offsets(keys, entries, cols, length):
     """Bytes from the first token of the cache to the tokens `cols`; negative where hidden."""
     page, offset, visible = portable.place(keys, entries, cols, length)
@@ -238,11 +238,11 @@ def _offsets(keys, entries, cols, length):
 
 
 @gluon.jit
-def _prefetch(keys, offsets, pairs: gl.constexpr, TOKEN_BYTES: gl.constexpr):
-    """Bring tokens to L2, two threads each."""
-    for first in gl.static_range(0, TOKEN_BYTES, 128):
+def _prefetch_packed(keys, offsets, pairs: gl.constexpr):
+    """Bring packed tokens to L2, two threads each."""
+    for first in gl.static_range(0, PACKED_BYTES, 128):
         byte = first + 64 * gl.arange(0, 2, gl.SliceLayout(1, pairs))
-        wanted = (offsets >= 0)[None, :] & (byte < TOKEN_BYTES)[:, None]
+        wanted = (offsets >= 0)[None, :] & (byte < PACKED_BYTES)[:, None]
         gl.inline_asm_elementwise(
             """{
             .reg .pred wanted;
@@ -255,52 +255,38 @@ def _prefetch(keys, offsets, pairs: gl.constexpr, TOKEN_BYTES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_entries(ring, keys, sequence, cols, length, slot):
-    """What leads to the tokens `cols`, to shared memory; zeros behind the end."""
-    async_copy.async_copy_global_to_shared(ring.entries_smem.index(slot), _entry_ptrs(keys, sequence, cols), mask=cols < length)
+def _word_ptrs(keys, rows, byte, NUMBER: gl.constexpr, layout: gl.constexpr):
+    """NUMBER words of each token from a byte on, as int32. rows: offsets of the tokens."""
+    begins = (keys.latent.ptr + (rows + byte)).to(gl.pointer_type(gl.int32), bitcast=True)
+    return begins[:, None] + gl.arange(0, NUMBER, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def _chunk_byte(number: gl.constexpr, own, CHUNKS: gl.constexpr):
-    """Where a chunk of a token begins: 128 bytes, of CHUNKS latent ones, half `own` first, or the rotary one behind them."""
-    if number == CHUNKS:
-        return ROPE_BYTE if CHUNKS == 4 else 2 * LATENT
-    else:
-        half = own if number < CHUNKS // 2 else 1 - own
-        return half * (64 * CHUNKS) + number % (CHUNKS // 2) * 128
+def _words_of_half(ring, slot, half):
+    """A half of a slot as int32."""
+    return ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
 
 
 @gluon.jit
-def _chunk_ptrs(keys, rows, number: gl.constexpr, own, layout: gl.constexpr, CHUNKS: gl.constexpr):
-    """A chunk of each token of a tile, as int32. rows: offsets of the tokens."""
-    begins = (keys.latent.ptr + (rows + _chunk_byte(number, own, CHUNKS))).to(gl.pointer_type(gl.int32), bitcast=True)
-    return begins[:, None] + gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def _load_chunk(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
-    """A packed chunk of each token."""
-    return gl.load(_chunk_ptrs(keys, rows, number, own, layout, 4), mask=(rows >= 0)[:, None], other=0)
-
-
-@gluon.jit
-def _chunk_smem(ring, number: gl.constexpr, slot, CHUNKS: gl.constexpr):
-    """Where a chunk belongs, as int32: (TILE, 32), or (TILE, 64) for a latent one that was packed."""
-    if number == CHUNKS:
-        return ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS)
-    else:
-        half = slot if number < CHUNKS // 2 else 1 - slot
-        smem = ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
-        WIDTH: gl.constexpr = 256 // CHUNKS
-        return smem.slice(number % (CHUNKS // 2) * WIDTH, WIDTH, dim=1)
-
-
-@gluon.jit
-def _copy_chunk(ring, keys, rows, number: gl.constexpr, slot, layout: gl.constexpr, CHUNKS: gl.constexpr):
-    """A chunk that is not packed goes straight to its place; zeros where hidden."""
-    async_copy.async_copy_global_to_shared(_chunk_smem(ring, number, slot, CHUNKS),
-                                           _chunk_ptrs(keys, rows, number, slot, layout, CHUNKS),
+def _copy_half(ring, keys, rows, slot, half, layout: gl.constexpr):
+    """A half of each token that is not packed goes straight to its place; zeros where hidden."""
+    async_copy.async_copy_global_to_shared(_words_of_half(ring, slot, half),
+                                           _word_ptrs(keys, rows, half * (2 * HALF), HALF // 2, layout),
                                            mask=(rows >= 0)[:, None])  # fmt: skip
+
+
+@gluon.jit
+def _copy_rope(ring, keys, rows, byte, slot, layout: gl.constexpr):
+    """The rotary part of each token, which is never packed."""
+    smem = ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS)
+    async_copy.async_copy_global_to_shared(smem, _word_ptrs(keys, rows, byte, 32, layout), mask=(rows >= 0)[:, None])
+
+
+@gluon.jit
+def _load_piece(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
+    """A piece of each packed token, 64 numbers, of the eight of a token; half `own` first."""
+    half = own if number < 4 else 1 - own
+    return gl.load(_word_ptrs(keys, rows, half * HALF + number % 4 * 64, 16, layout), mask=(rows >= 0)[:, None], other=0)
 
 
 @gluon.jit
@@ -315,14 +301,14 @@ def _copy_scales(ring, keys, offsets, slot, pairs: gl.constexpr):
 
 @gluon.jit
 def _load_scale(ring, number: gl.constexpr, slot, row_layout: gl.constexpr):
-    """The scale of a chunk of each token."""
+    """The scale of group `number` of each token, as they come."""
     both = ring.scale_smem.index(slot).slice(number // 2 * TILE, TILE).load(row_layout)
     return (both >> (32 * (number % 2))).to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _unpack(words, scale):
-    """The numbers of a packed chunk in bf16, two in an int32: (TILE, 64)."""
+    """The numbers of a piece in bf16, two in an int32: (TILE, 32)."""
     low, high = gl.inline_asm_elementwise(
         """{
         .reg .b16 a<4>;
@@ -345,32 +331,26 @@ def _unpack(words, scale):
         cvt.rn.bf16x2.f32 $1, x3, x2;
         }""",
         "=r,=r,r,f", [words, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    return gl.join(low, high).reshape([TILE, 64])
+    return gl.join(low, high).reshape([TILE, 32])
 
 
 @gluon.jit
 def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
             ROPE: gl.constexpr):  # fmt: skip
-    """The producer where tokens lie anywhere, or packed.
+    """The producer where tokens lie anywhere, unpacked. It waits for none: each thread's copies tell the barrier themselves.
 
-    What leads to a tile is copied three tiles ahead, and the tile is asked for at L2 two ahead. ptxas counts most loads of a
-    loop by one scoreboard: who waits for one, or spills it, waits for all. Hence asynchronous copies to shared memory, except
-    of packed chunks: four, all of a tile, are on their way to registers.
+    Of tile i + 3, what leads to its tokens is on its way to registers while tile i is copied.
     """
-    # 16 bytes a thread. 8 threads that store together cover a row of 128 bytes, or of packed tokens, which grow to twice
-    # that, half of two rows: in both cases they meet all banks once.
-    CHUNKS: gl.constexpr = 8 if keys.scales is None else 4
+    # 16 bytes a thread; 8 threads that store together cover a row of 128 bytes and meet all banks once
     lanes: gl.constexpr = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
-    lanes_packed: gl.constexpr = [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]]
-    layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0], [32, 0]], lanes if CHUNKS == 8 else lanes_packed, [[4, 0], [8, 0]], [], [TILE, 32])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    # Two threads a token. A warp has the tokens that it has in `layout`, so that conversions stay inside
+    half_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 32], [0, 64], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [TILE, HALF // 2])
+    rope_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [16, 0], [32, 0]], lanes, [[4, 0], [8, 0]], [], [TILE, 32])
+    # Two threads a token. A warp has the tokens that it copies, so that conversions stay inside
     pairs: gl.constexpr = gl.DistributedLinearLayout(
         [], [[1, 0], [0, 1], [0, 2], [0, 16], [0, 32]], [[0, 4], [0, 8]], [], [2, TILE])
     tokens: gl.constexpr = gl.SliceLayout(0, pairs)
-    TOTAL: gl.constexpr = CHUNKS + (ROPE > 0)
-    TOKEN_BYTES: gl.constexpr = PACKED_BYTES if CHUNKS == 4 else 2 * (LATENT + ROPE)
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
@@ -380,67 +360,107 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
         cols = segment.first * TILE + gl.arange(0, TILE, tokens)
         entries = portable.look_up(keys, sequence, cols, length)
         following_entries = portable.look_up(keys, sequence, cols + TILE, length)
-        _copy_entries(ring, keys, sequence, cols + 2 * TILE, length, step & 1)
+        coming = portable.look_up(keys, sequence, cols + 2 * TILE, length)
         now = _offsets(keys, entries, cols, length)
         following = _offsets(keys, following_entries, cols + TILE, length)
-        if CHUNKS == 4:
-            _copy_scales(ring, keys, now, step & 1, pairs)
-            rows = gl.convert_layout(now, row_layout)
-            first = _load_chunk(keys, rows, 0, step & 1, layout)
-            second = _load_chunk(keys, rows, 1, step & 1, layout)
-            third = _load_chunk(keys, rows, 2, step & 1, layout)
-            fourth = _load_chunk(keys, rows, 3, step & 1, layout)
-        else:
-            _prefetch(keys, now, pairs, TOKEN_BYTES)
-        async_copy.commit_group()
-        _prefetch(keys, following, pairs, TOKEN_BYTES)
         _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
-        async_copy.wait_group(0)
-        partition_barrier()
         for tile in range(segment.first, segment.end):
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
             cols = tile * TILE + gl.arange(0, TILE, tokens)
-            ahead = _offsets(keys, ring.entries_smem.index(slot).load(tokens), cols + 2 * TILE, length)
-            _prefetch(keys, ahead, pairs, TOKEN_BYTES)
-            _copy_entries(ring, keys, sequence, cols + 3 * TILE, length, 1 - slot)
-            if CHUNKS == 4:
-                _copy_scales(ring, keys, following, 1 - slot, pairs)
-                async_copy.commit_group()
+            ahead = _offsets(keys, coming, cols + 2 * TILE, length)
+            coming = portable.look_up(keys, sequence, cols + 3 * TILE, length)
+            rows = gl.convert_layout(now, gl.SliceLayout(1, half_layout))
             # The scorer's half first
-            mbarrier.wait(ring.latent_free.index(slot * 3), free_phase)
+            own = slot * 2 + slot
+            mbarrier.wait(ring.latent_free.index(own), free_phase)
             if ring.bias_smem is not None:
                 ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
-            if CHUNKS == 4:
-                following_rows = gl.convert_layout(following, row_layout)
-                for number in gl.static_range(4):
-                    if number == 2:
-                        fence_async_shared()
-                        mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
-                        mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
-                        _copy_chunk(ring, keys, gl.convert_layout(now, row_layout), 4, slot, layout, CHUNKS)
-                        async_copy.commit_group()
-                    scale = _load_scale(ring, number, slot, row_layout)
-                    _chunk_smem(ring, number, slot, CHUNKS).store(_unpack(first, scale))
-                    first = second
-                    second = third
-                    third = fourth
-                    fourth = _load_chunk(keys, following_rows, number, 1 - slot, layout)
-            else:
-                rows = gl.convert_layout(now, row_layout)
-                for number in gl.static_range(4):
-                    _copy_chunk(ring, keys, rows, number, slot, layout, CHUNKS)
-                async_copy.commit_group()
-                mbarrier.wait(ring.latent_free.index(slot + 1), free_phase)
-                for number in gl.static_range(4, TOTAL):
-                    _copy_chunk(ring, keys, rows, number, slot, layout, CHUNKS)
-                async_copy.commit_group()
-                async_copy.wait_group(1)
-                fence_async_shared()
-                mbarrier.arrive(ring.latent_ready.index(slot * 3), count=1)
+            _copy_half(ring, keys, rows, slot, slot, half_layout)
+            async_copy.mbarrier_arrive(ring.latent_ready.index(own), increment_count=False)
+            mbarrier.arrive(ring.latent_ready.index(own), count=1)
+            other = slot * 2 + 1 - slot
+            mbarrier.wait(ring.latent_free.index(other), free_phase)
+            _copy_half(ring, keys, rows, slot, 1 - slot, half_layout)
+            if ROPE:
+                _copy_rope(ring, keys, gl.convert_layout(now, gl.SliceLayout(1, rope_layout)), 2 * LATENT, slot, rope_layout)
+            async_copy.mbarrier_arrive(ring.latent_ready.index(other), increment_count=False)
+            mbarrier.arrive(ring.latent_ready.index(other), count=1)
+            now = following
+            following = ahead
+            step += 1
+
+
+@gluon.jit
+def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
+                   ROPE: gl.constexpr):  # fmt: skip
+    """The producer of packed tokens, which it unpacks. The rotary part is copied, and its copies tell the barrier themselves.
+
+    All pieces of tile i + 1 are on their way to registers while tile i is stored, tile i + 2 is asked for at L2, and what leads
+    to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard, so that who waits for one waits for all:
+    hence one wait a tile, and copies for the scales.
+    """
+    # Pieces of 64 bytes, 16 a thread, so that a thread has two tokens; stored, they grow to half a row each
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [TILE, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rope_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [32, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [TILE, 32])
+    # Two threads a token. A warp has the tokens that it has in `layout`, so that conversions stay inside
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[1, 0], [0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16]], [], [2, TILE])
+    tokens: gl.constexpr = gl.SliceLayout(0, pairs)
+    begin, begin_tile, last, end_tile = part
+    step = 0
+    for index in range(last - begin + 1):
+        segment = _segment(lengths, part, index, max_length, SEQUENCES_PER_LENGTH)
+        sequence = segment.sequence
+        length = segment.length
+        cols = segment.first * TILE + gl.arange(0, TILE, tokens)
+        entries = portable.look_up(keys, sequence, cols, length)
+        following_entries = portable.look_up(keys, sequence, cols + TILE, length)
+        coming = portable.look_up(keys, sequence, cols + 2 * TILE, length)
+        now = _offsets(keys, entries, cols, length)
+        following = _offsets(keys, following_entries, cols + TILE, length)
+        async_copy.wait_group(0)
+        _copy_scales(ring, keys, now, step & 1, pairs)
+        async_copy.commit_group()
+        rows = gl.convert_layout(now, row_layout)
+        held = ()
+        for number in gl.static_range(8):
+            held = held + (_load_piece(keys, rows, number, step & 1, layout),)
+        _prefetch_packed(keys, following, pairs)
+        _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
+        for tile in range(segment.first, segment.end):
+            slot = step & 1
+            free_phase = ((step >> 1) & 1) ^ 1
+            cols = tile * TILE + gl.arange(0, TILE, tokens)
+            ahead = _offsets(keys, coming, cols + 2 * TILE, length)
+            _prefetch_packed(keys, ahead, pairs)
+            # The scorer's half first
+            own = slot * 2 + slot
+            mbarrier.wait(ring.latent_free.index(own), free_phase)
+            # The scales
             async_copy.wait_group(0)
-            fence_async_shared()
-            mbarrier.arrive(ring.latent_ready.index(slot + 1), count=1)
+            partition_barrier()
+            if ring.bias_smem is not None:
+                ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
+            following_rows = gl.convert_layout(following, row_layout)
+            for number in gl.static_range(8):
+                if number == 4:
+                    mbarrier.arrive(ring.latent_ready.index(own), count=1)
+                    coming = portable.look_up(keys, sequence, cols + 3 * TILE, length)
+                    other = slot * 2 + 1 - slot
+                    mbarrier.wait(ring.latent_free.index(other), free_phase)
+                    rope_rows = gl.convert_layout(now, gl.SliceLayout(1, rope_layout))
+                    _copy_rope(ring, keys, rope_rows, ROPE_BYTE, slot, rope_layout)
+                    async_copy.mbarrier_arrive(ring.latent_ready.index(other), increment_count=False)
+                    _copy_scales(ring, keys, following, 1 - slot, pairs)
+                    async_copy.commit_group()
+                smem = _words_of_half(ring, slot, slot if number < 4 else 1 - slot).slice(number % 4 * 32, 32, dim=1)
+                smem.store(_unpack(held[0], _load_scale(ring, number // 2, slot, row_layout)))
+                held = held[1:] + (_load_piece(keys, following_rows, number, 1 - slot, layout),)
+            mbarrier.arrive(ring.latent_ready.index(slot * 2 + 1 - slot), count=1)
             now = following
             following = ahead
             step += 1
@@ -452,12 +472,23 @@ def _per_row(x, acc_layout: gl.constexpr):
 
 
 @gluon.jit
+def _wait_latent(ring, half, phase, pred=True):
+    """Until a half of a slot may be multiplied. What threads wrote, products see behind a fence.
+
+    Not the producer: it is a MEMBAR, which waits for all that the warp has asked for, later loads and prefetches too.
+    """
+    mbarrier.wait(ring.latent_ready.index(half), phase, pred=pred)
+    if ring.gathered:
+        fence_async_shared()
+
+
+@gluon.jit
 def _start_own_half(ring, step):
     """Start q kᵀ of a tile of this partition: its own half of the dims, which comes first."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     slot, phase = _slot(step)
     nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
-    mbarrier.wait(ring.latent_ready.index(slot * 3), phase)
+    _wait_latent(ring, slot * 3, phase)
     k = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
     q = ring.q_smem.index(slot).reshape([ROWS, HALF])
     return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -468,7 +499,7 @@ def _start_rest(ring, raw, step, ROPE: gl.constexpr):
     """Go on with the rotary part and the other half."""
     slot, phase = _slot(step)
     other = slot * 2 + 1 - slot
-    mbarrier.wait(ring.latent_ready.index(other), phase)
+    _wait_latent(ring, other, phase)
     if ROPE:
         k_rope = ring.rope_smem.index(slot).reshape([TILE, ROPE])
         raw = warpgroup_mma(ring.q_rope_smem.reshape([ROWS, ROPE]), k_rope.permute((1, 0)), raw, is_async=True)
@@ -486,7 +517,7 @@ def _start_given(ring, state, acc, step, exists, use_acc):
     row_layout: gl.constexpr = state.row_max.type.layout
     slot, phase = _slot(step)
     mbarrier.wait(ring.p_ready.index(slot), phase, pred=exists)
-    mbarrier.wait(ring.latent_ready.index(slot * 2 + 1 - slot), phase, pred=exists)
+    _wait_latent(ring, slot * 2 + 1 - slot, phase, pred=exists)
     row_max = gl.where(exists, ring.max_smem.index(slot).load(row_layout), NEG_INF)
     row_sum = gl.where(exists, ring.sum_smem.index(slot).load(row_layout), 0.0)
     correction = gl.exp2(state.row_max - softmax.pivot(row_max))
@@ -626,8 +657,10 @@ def _produce(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, m
     if latent_desc is not None:
         _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE, ROPE,
               PREFETCH)  # fmt: skip
-    else:
+    elif keys.scales is None:
         _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
+    else:
+        _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
 
 
 @gluon.jit(do_not_specialize=["max_length", "num_sequences", "num_rows", "seqlen_q"])
@@ -650,17 +683,21 @@ def decode(
     bias_smem = None
     if SPARSE:
         bias_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], vectors)
-    entries_smem = None
     scale_smem = None
-    if latent_desc is None:
-        entries_smem = gl.allocate_shared_memory(gl.int32, [2, TILE], vectors)
-        if keys.scales is not None:
-            scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
+    # Each thread's copies arrive once, and the partition once
+    other_ready: gl.constexpr = 1 if latent_desc is not None else 129
+    own_ready: gl.constexpr = other_ready if keys.scales is None else 1
+    if keys.scales is not None:
+        scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
+    latent_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(latent_ready.index(slot * 3), count=own_ready)
+        mbarrier.init(latent_ready.index(slot + 1), count=other_ready)
     ring = Ring(
         _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors),
-        bias_smem, entries_smem, scale_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0),
-        _allocate_barriers(1, 4), _allocate_barriers(1, 4), _allocate_barriers(1, 2),
+        bias_smem, scale_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
+        _allocate_barriers(1, 4), _allocate_barriers(1, 2), latent_desc is None,
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
