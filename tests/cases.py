@@ -298,6 +298,8 @@ CASES = [
     Case("varlen_dropout", lengths=_RAGGED_CROSS, used=((30, 61), (70, 10), (1, 65)), dropout_p=0.3),
     Case("varlen_packed_qkv", lengths=_RAGGED, layout="packed_qkv", causal=True, head_dim=32),
     Case("varlen_heads_first", lengths=_RAGGED, layout="heads_first", deterministic=True),
+    Case("varlen_deterministic", lengths=((65, 70), (0, 40), (30, 0), (0, 0), (80, 61)), heads=4, heads_kv=2, causal=True,
+         used=((60, 70), (0, 35), (30, 0), (0, 0), (80, 40)), deterministic=True),
 ]  # fmt: skip
 
 # For a GPU: so many heads with so few queries that the Hopper forward lets the heads of a group share tiles

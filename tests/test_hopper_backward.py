@@ -34,13 +34,26 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(of_queries + 2 * m_tile + 1, tiles.end)
 
     @triton.jit
+    def _turns(out, num_n, num_m, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+        lengths = Lengths(0, 0, seqlen_q, seqlen_k)
+        for n_tile in range(num_n):
+            tiles = backward.walked_tiles(n_tile * TILE_N, lengths, window, TILE_M, TILE_N)
+            for m_tile in range(tiles.begin, tiles.end):
+                seen, rank = backward.turn_of(n_tile, m_tile, lengths, window, TILE_M, TILE_N)
+                tl.store(out + n_tile * num_m + m_tile, tl.where(seen, rank, num_n))
+
+    @triton.jit
     def _padded_starts(out, starts, batch):
         for sequence in range(batch):
             tl.store(out + sequence, backward.padded_start(tl.load(starts + sequence), sequence))
 
 
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 5), (7, None), (0, 0), (20, 3), (3, 20)])
-@pytest.mark.parametrize("lengths", [(64, 64), (50, 130), (130, 50), (97, 33), (1, 40), (40, 1), (0, 20)])
+WINDOWS = [(None, None), (None, 0), (None, 5), (7, None), (0, 0), (20, 3), (3, 20)]
+BOTH_LENGTHS = [(64, 64), (50, 130), (130, 50), (97, 33), (1, 40), (40, 1), (0, 20), (20, 0)]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", BOTH_LENGTHS)
 def test_tiles_that_meet_agree_on_it(lengths, window):
     """A tile of queries counts on a turn of just those tiles of keys that walk over it."""
     tile_m, tile_n = 8, 16
@@ -52,6 +65,52 @@ def test_tiles_that_meet_agree_on_it(lengths, window):
     walked = {(m, n) for n, (begin, end) in enumerate(of_keys.tolist()) for m in range(begin, end)}
     awaited = {(m, n) for m, (begin, end) in enumerate(of_queries.tolist()[:num_m]) for n in range(begin, end)}
     assert walked == awaited
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", BOTH_LENGTHS)
+def test_every_turn_comes(lengths, window):
+    """At each tile of queries the tiles of keys that walk over it take turns 0, 1, 2 ... from the first keys to the last, or
+    none: also of a sequence without queries, over whose first tile all walk."""
+    tile_m, tile_n = 8, 16
+    seqlen_q, seqlen_k = lengths
+    num_m, num_n = max(1, -(-seqlen_q // tile_m)), -(-seqlen_k // tile_n)
+    turns = torch.full((num_n, num_m), -1, dtype=torch.int32)
+    _turns[(1,)](turns, num_n, num_m, masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
+    # a tile of keys that did not walk has a row of -1
+    assert (turns >= 0).any(1).all()
+    for column in turns.T.tolist():
+        taken = [rank for rank in column if 0 <= rank < num_n]
+        assert taken == list(range(len(taken)))
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
+def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
+    """Without a mask a tile has twice as many steps as tiles of its head run at once; causal, half of a head's tiles or less
+    run at once from 512 tokens on, and the heads of a group never become more with the length."""
+    from flashtile import hardware
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def heads(seqlen):
+        problem = AttentionProblem(
+            1, seqlen, seqlen, 8 * group_size, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0,
+            window=(None, 0 if causal else None), deterministic=True,
+        )  # fmt: skip
+        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+        return backward.heads_in_groups(problem, config, -(-seqlen // config.tile_n))[0], config
+
+    group, config = heads(seqlen)
+    assert 1 <= heads(2 * seqlen)[0] <= group
+    at_once = config.num_programs / group
+    steps = -(-seqlen // config.tile_m) * group_size
+    if group > 1 and not causal:
+        assert 2 * at_once <= 1.5 * steps
+    if causal and 512 <= seqlen <= 8192:
+        assert 2 * at_once <= 1.05 * seqlen / config.tile_n
 
 
 def test_padded_sequences_do_not_meet():

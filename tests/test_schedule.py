@@ -56,6 +56,10 @@ def test_every_tile_comes_once(heads_per_group, tail_heads, last_first):
     size = min(heads_per_group, batch * num_heads - tail_heads) or tail_heads
     tiles = [tile for tile, _, _ in listed[: size * num_tiles]]
     assert tiles == sorted(tiles, reverse=last_first)
+    # Of a head, one after the other: the Hopper backward's fixed order counts on it
+    for head in {row[1:] for row in listed}:
+        tiles = [tile for tile, *rest in listed if tuple(rest) == head]
+        assert tiles == sorted(tiles, reverse=last_first)
 
 
 LENGTHS = [
@@ -89,5 +93,9 @@ def test_packed_tiles(lengths, used):
     ]  # fmt: skip
     assert table[0].item() * heads == len(expected)
     listed = torch.full((len(expected), 7), -1, dtype=torch.int32)
-    _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, True)
-    assert sorted(map(tuple, listed.tolist())) == sorted(expected)
+    for last_first in (False, True):
+        _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, last_first)
+        assert sorted(map(tuple, listed.tolist())) == sorted(expected)
+        for head in {(row[1], row[2]) for row in listed.tolist()}:
+            tiles = [row[0] for row in listed.tolist() if (row[1], row[2]) == head]
+            assert tiles == sorted(tiles, reverse=last_first)

@@ -13,8 +13,11 @@ addition an element. Programs stay, and take the next tile of keys from a counte
 clears.
 
 dk, dv and dsinks have the same bits in every run. dq is summed in the order of arrival, and may differ in its last bits; with
-deterministic=True each tile of dq_sum has a count of what was added, and a program waits until it is its turn. Turns go in the
-order in which programs take tiles, so that who is waited for runs or has run: see heads_in_groups.
+deterministic=True tiles of keys add to a tile of dq_sum from the first to the last: it has a count of what was added, and a
+program waits until it is its turn. Programs take tiles of a head in that order, also their first one from the counter, so that
+who is waited for runs or has run, however many programs there are. They walk from the last query to the first: under a causal
+mask tiles that start together then end together, since one that waits has as many steps less. How many of a head run at once is
+chosen in `rows_in_ordered_groups`.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -26,13 +29,15 @@ Partitions of 16 warps, BY_ROWS (head dims to 128: 128 keys), between them only 
     computes  4 warps   64 keys each: scores and dk of the last step under way together, exponentials under dk; then dp and dv
               twice     together, dscores under dv. p goes to dv from registers; dscores go to shared memory for dq and dk
     loads     1 warp    every TMA load; a tile of q and its neg_lse share a barrier, as do dout and neg_delta
+    awaits    1 warp    in a fixed order: polls the counts, up to TURN_SLOTS steps ahead; a barrier tells dq that it may add
+    counts    1 warp    in a fixed order: counts a step when it is in memory, while dq goes on
 
 and for larger head dims (64 keys), where one partition cannot hold dk and dv:
 
     default   4 warps   dq
     weights   4 warps   scores, p, dv; gives p through shared memory to
     dscores   4 warps   dp, dscores, dk
-    loads     1 warp
+    loads, awaits, counts: 1 warp each
 
 Floor at 16384 tokens of 2048 columns: 0.43 us a token of the sequence without a mask (780 TFLOP/s; 220 us at 512 tokens, 7048
 at 16384; causal half of it), and 63 and 47 us of memory bandwidth (4.27 TB/s) for the kernels before and after, which take 51
@@ -53,9 +58,23 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
     the counter, and dk and dv that leave through the buffers of dscores, so that k and v of the next tile come under it: 1.02
         to 1.13 at head dim 64, 1.02 to 1.06 at 128, causal most, against programs with a fixed list of tiles
 
-deterministic=True takes 1.06 to 1.30 times as long as the free order at head dim 64, 1.06 to 1.15 at 128, 1.09 to 1.54 at 256
-(means 1.15, 1.08, 1.27; benchmarks/results/nvidia-h200/deterministic.json). Against dq through the TMA unit, where one thread
-could wait for all additions, it is 1.02 to 1.09 times as fast at 128, but 0.88 to 1.05 at 64 (not recorded).
+deterministic=True, as time over the time of the free order (16384 tokens, bf16, random data, L2 flushed; medians of one run,
++-4%; not recorded), with the groups of `rows_in_ordered_groups`; in brackets the version before, whose partition of dq polled
+and counted itself, on walks from the first query to the last:
+
+    tokens                    512            1024           2048           4096           8192           16384
+    head dim 64     full      1.02 (1.33)                   0.98 (1.19)    0.96 (1.16)    0.99 (1.22)    1.00 (1.15)
+                    causal    1.06 (1.10)                   1.08 (1.08)                   1.04 (1.10)
+    head dim 128    full      1.04 (1.14)                   0.99 (1.12)                   1.04 (1.10)
+                    causal    1.11 (1.06)                   1.08 (1.05)                   1.00 (1.00)
+    head dim 256    full      1.13 (1.15)    1.10 (1.23)    1.05 (1.28)                   1.05 (1.32)
+                    causal    1.10 (1.10)                   1.17 (1.27)                   1.15 (1.33)    1.15 (1.54)
+
+    256 at 16384 is with 8 tiles' worth of rows a program, where the rule gives 11. With 1, 2, 4, 8 tiles' worth
+    head dim 64     512 full 1.10, 1.02, 1.07, 1.34; causal 1.22, 1.06, 1.06, 1.15. 8192 causal 1.57, 1.30, 1.12, 1.04
+    head dim 128    2048 full 0.99, 1.05, 1.01, 1.32; causal 1.14, 1.13, 1.08, 1.16. 8192 causal 1.14, 1.12, 1.09, 1.00
+    head dim 256    2048 full 1.19, 1.05, 1.88, 2.30; causal 1.65, 1.27, 1.17, 1.70. 8192 causal 1.94, 1.44, 1.19, 1.15
+    4 without the waits, not deterministic: 0.97 to 1.07 at head dim 64.
 
 What did not help:
 
@@ -68,6 +87,8 @@ What did not help:
     the small kernels from the last row to the first, for what L2 still has: the same
     4 stages of q and 3 of dout at head dim 64: 0.96 to 1.00; 2 of dout at 256: 0.98
     a fixed list of tiles, every other turn backwards, causal, head dim 256 at 4096 tokens: 261 against 415 TFLOP/s
+    walks from the last query in the free order: 0.99 to 1.04 at head dim 64, 0.97 to 1.02 at 128
+    in a fixed order 3 buffers of dscores: 0.96 to 1.01 at 64, 1.00 to 1.05 at 128, 0.94 to 1.05 at 256
 
 What the tiles and partitions were chosen among is in backward_config.py.
 Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
@@ -75,6 +96,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,8 +143,10 @@ ROW_MULTIPLE = tl.constexpr(128)
 # Rows of a packed tensor as its TMA descriptor sees it.
 PACKED_ROWS = gl.constexpr(arguments.PACKED_ROWS)
 # batch, kv_head, col_begin, begin, full_begin, full_end, end, and of packed calls start_q, start_k, seqlen_q, seqlen_k
-WALK_WORDS = gl.constexpr(12)
+WALK_WORDS = gl.constexpr(11)
 WALK_SLOTS = gl.constexpr(2)
+# Steps between the first that waits for its turn and the last that is not yet counted
+TURN_SLOTS = gl.constexpr(4)
 
 
 class Buffers(NamedTuple):
@@ -160,6 +184,10 @@ class Barriers(NamedTuple):
     v_free: Any
     walk_ready: Any
     walk_free: Any
+    # In a fixed order, of a step: dq may be added; it has been given to memory; it is in memory, and counted
+    turn_ready: Any
+    added: Any
+    counted: Any
 
 
 class Walk(NamedTuple):
@@ -176,36 +204,30 @@ class Walk(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
-    # where the order of the sum of dq is fixed: whether the last tiles of keys come first
-    falling: Any
+
+
+@triton.jit
+def walked_tiles(col_begin, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Query tiles that a tile of keys walks over. Keys that no query sees walk over one, fully hidden, tile."""
+    tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
+    begin = tl.maximum(tl.minimum(tiles.begin, (lengths.seqlen_q - 1) // TILE_M), 0)
+    return masks.TileRange(begin, tiles.full_begin, tiles.full_end, tl.maximum(tiles.end, begin + 1))
 
 
 @gluon.jit
-def _walk(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-          DETERMINISTIC: gl.constexpr):  # fmt: skip
+def _walk(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
     """The unit-th tile of keys, and the lengths of its sequence."""
     if table is None:
         exists = unit < order.total_heads * order.num_tiles
         work = schedule.tile_of_unit(unit, order, False)
     else:
         exists = unit < order.num_tiles * order.num_heads
-        work, swapped = schedule.packed_tile_of_unit(unit, order, table, DETERMINISTIC and window.right is not None)
+        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
         lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
-    key_tile = work.tile
-    falling = 0
-    if DETERMINISTIC and window.right is not None:
-        if table is None:
-            in_tail = work.batch * order.num_heads + work.head >= order.total_heads - order.tail_heads
-            falling = gl.where(in_tail, 0, 1)
-            key_tile = gl.where(in_tail, key_tile, order.num_tiles - 1 - key_tile)
-        else:
-            falling = 1
-    col_begin = key_tile * TILE_N
-    tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
-    # Keys that no query sees still walk over one, fully hidden, tile.
-    begin = gl.maximum(gl.minimum(tiles.begin, (lengths.seqlen_q - 1) // TILE_M), 0)
-    end = gl.where(exists, gl.maximum(tiles.end, begin + 1), 0)
-    return Walk(work.batch, work.head, col_begin, begin, tiles.full_begin, tiles.full_end, end, falling), lengths
+    col_begin = work.tile * TILE_N
+    tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
+    end = gl.where(exists, tiles.end, 0)
+    return Walk(work.batch, work.head, col_begin, tiles.begin, tiles.full_begin, tiles.full_end, end), lengths
 
 
 @gluon.jit
@@ -223,7 +245,6 @@ def _publish(buffers, barriers, walk, lengths, turn, PACKED: gl.constexpr):
     buffers.walk.index(first + 4).store(zero + walk.full_begin)
     buffers.walk.index(first + 5).store(zero + walk.full_end)
     buffers.walk.index(first + 6).store(zero + walk.end)
-    buffers.walk.index(first + 11).store(zero + walk.falling)
     if PACKED:
         buffers.walk.index(first + 7).store(zero + lengths.start_q)
         buffers.walk.index(first + 8).store(zero + lengths.start_k)
@@ -234,7 +255,7 @@ def _publish(buffers, barriers, walk, lengths, turn, PACKED: gl.constexpr):
 
 @gluon.jit
 def _word(buffers, number):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(buffers.walk.index(number).load(layout), 0)
 
 
@@ -245,8 +266,7 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
     first = slot * WALK_WORDS
     mbarrier.wait(barriers.walk_ready.index(slot), _phase(turn, WALK_SLOTS))
     walk = Walk(_word(buffers, first), _word(buffers, first + 1), _word(buffers, first + 2), _word(buffers, first + 3),
-                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6),
-                _word(buffers, first + 11))  # fmt: skip
+                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6))  # fmt: skip
     if PACKED:
         lengths = Lengths(_word(buffers, first + 7), _word(buffers, first + 8), _word(buffers, first + 9),
                           _word(buffers, first + 10))  # fmt: skip
@@ -260,17 +280,26 @@ def _num_steps(walk, GROUP_SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _first_step(walk, GROUP_SIZE: gl.constexpr):
-    """(query tile, head) of step 0."""
-    return walk.begin, walk.kv_head * GROUP_SIZE
+def _first_step(walk, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """(query tile, head) of step 0. In a fixed order queries are walked over from the last to the first."""
+    if DETERMINISTIC:
+        return walk.end - 1, walk.kv_head * GROUP_SIZE
+    else:
+        return walk.begin, walk.kv_head * GROUP_SIZE
 
 
 @gluon.jit
-def _next_step(tile, head, walk, GROUP_SIZE: gl.constexpr):
-    tile += 1
-    if GROUP_SIZE > 1:
+def _next_step(tile, head, walk, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    if DETERMINISTIC:
+        tile -= 1
+        wraps = tile < walk.begin
+        first = walk.end - 1
+    else:
+        tile += 1
         wraps = tile == walk.end
-        tile = gl.where(wraps, walk.begin, tile)
+        first = walk.begin
+    if GROUP_SIZE > 1:
+        tile = gl.where(wraps, first, tile)
         head = gl.where(wraps, head + 1, head)
     return tile, head
 
@@ -339,7 +368,7 @@ def _next_unit(counter):
     one = gl.full([32], 1, gl.int32, layout)
     # As a tensor: a scalar atomic goes through shared memory. Relaxed: nothing but the number itself is exchanged.
     numbers = gl.atomic_add(counter + lanes * 0, one, mask=lanes == 0, sem="relaxed")
-    return gl.num_programs(0) + gl.max(gl.where(lanes == 0, numbers, 0), 0)
+    return gl.max(gl.where(lanes == 0, numbers, 0), 0)
 
 
 @gluon.jit
@@ -352,10 +381,17 @@ def _load(
     TILE_N: gl.constexpr = HALVES * HALF_N
     turn = 0
     first = 0
-    walk, lengths = _walk(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N, DETERMINISTIC)
+    if DETERMINISTIC:
+        # A tile that others wait for must not belong to a program that may not run yet
+        counted_from = 0
+        unit = _next_unit(counter)
+    else:
+        counted_from = gl.num_programs(0)
+        unit = gl.program_id(0)
+    walk, lengths = _walk(unit, order, table, lengths, window, TILE_M, TILE_N)
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
     while walk.end > 0:
-        tile, head = _first_step(walk, GROUP_SIZE)
+        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
@@ -366,10 +402,10 @@ def _load(
                        walk, lengths, tile, head, num_heads, padded_rows, step, TILE_M, DOUT_STAGES, PACKED)  # fmt: skip
             if i == 0:
                 _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, HALVES, PACKED)
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE)
+            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         first += _num_steps(walk, GROUP_SIZE)
         turn += 1
-        walk, lengths = _walk(_next_unit(counter), order, table, lengths, window, TILE_M, TILE_N, DETERMINISTIC)
+        walk, lengths = _walk(counted_from + _next_unit(counter), order, table, lengths, window, TILE_M, TILE_N)
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
@@ -524,27 +560,86 @@ def _count(semaphore):
 
 
 _SIGNAL_ASM = gl.constexpr(
-    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p red.relaxed.gpu.global.add.u32 [$1], 1; "
+    "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; @p red.release.gpu.global.add.u32 [$1], 1; "
     "mov.u32 $0, 0; }"
 )
 
 
 @gluon.jit
 def _signal(semaphore):
-    """Count a tile of dq as added, when the additions of all threads are in memory. Of the first partition, as `_add_piece`."""
-    address = semaphore.to(gl.int64)
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-    partition_barrier()
-    gl.inline_asm_elementwise(_SIGNAL_ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+    """Count a tile of dq, when what this warp knows to be added is in memory."""
+    gl.inline_asm_elementwise(_SIGNAL_ASM, "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def turn_of(n_tile, m_tile, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """(whether queries of m_tile see keys of n_tile, how many tiles of keys add to their dq before): as `walked_tiles`."""
+    keys = masks.key_range(m_tile * TILE_M, lengths, window, TILE_M, TILE_N)
+    seen = (n_tile >= keys.begin) & (n_tile < keys.end)
+    return seen, tl.where(seen, n_tile - keys.begin, 0)
 
 
 @gluon.jit
-def _rank(walk, lengths, window, tile, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """(whether keys of this walk are seen by a query tile, how many tiles of keys add to its dq before)."""
-    keys = masks.key_range(tile * TILE_M, lengths, window, TILE_M, TILE_N)
-    mine = walk.col_begin // TILE_N
-    seen = (mine >= keys.begin) & (mine < keys.end)
-    return seen, gl.where(walk.falling > 0, keys.end - 1 - mine, mine - keys.begin)
+def _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+          PACKED: gl.constexpr):  # fmt: skip
+    """(semaphore of a query tile, what it stands at when it is the turn of this walk)."""
+    seen, rank = turn_of(walk.col_begin // TILE_N, tile, lengths, window, TILE_M, TILE_N)
+    row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
+    return gl.where(seen, counters + 2 + row // TILE_M, counters + 1), rank
+
+
+@gluon.jit
+def _await_turns(
+    buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """Where the order is fixed: let the partition of dq add when it is the turn of its tile of keys."""
+    if DETERMINISTIC:
+        first = 0
+        turn = 0
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+        while walk.end > 0:
+            tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
+            for i in range(0, _num_steps(walk, GROUP_SIZE)):
+                step = first + i
+                slot = step % TURN_SLOTS
+                semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
+                                        PACKED)  # fmt: skip
+                mbarrier.wait(barriers.counted.index(slot), _phase(step, TURN_SLOTS) ^ 1)
+                count = _count(semaphore)
+                while count < rank:
+                    count = _count(semaphore)
+                mbarrier.arrive(barriers.turn_ready.index(slot), count=1)
+                tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
+            first += _num_steps(walk, GROUP_SIZE)
+            turn += 1
+            walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+
+
+@gluon.jit
+def _count_turns(
+    buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+):  # fmt: skip
+    """Where the order is fixed: count what the partition of dq has added, when it is in memory."""
+    if DETERMINISTIC:
+        first = 0
+        turn = 0
+        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+        while walk.end > 0:
+            tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
+            for i in range(0, _num_steps(walk, GROUP_SIZE)):
+                step = first + i
+                slot = step % TURN_SLOTS
+                semaphore, _rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
+                                         PACKED)  # fmt: skip
+                mbarrier.wait(barriers.added.index(slot), _phase(step, TURN_SLOTS))
+                _signal(semaphore)
+                mbarrier.arrive(barriers.counted.index(slot), count=1)
+                tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
+            first += _num_steps(walk, GROUP_SIZE)
+            turn += 1
+            walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
 
 def _add_asm(count):
@@ -568,15 +663,11 @@ def _add_piece(dq_sum, piece):
 
 @gluon.jit
 def _add_dq(
-    dq_sum, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile, head, step, zeros,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, step, zeros, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns.
-
-    In a fixed order it takes its turn at the tile's counter, and returns it: `last`, to be counted on when all pieces are in
-    memory, which is after the product of the next step.
-    """
+    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns."""
     HALVES: gl.constexpr = TILE_N // HALF_N
     PIECES: gl.constexpr = TILE_M * BLOCK_D // PIECE // PIECE
     slot = step % DSCORES_STAGES
@@ -594,16 +685,9 @@ def _add_dq(
             if TILE_M > PIECE:
                 dscores = dscores.slice(piece // (BLOCK_D // PIECE) * PIECE, PIECE, dim=1)
             dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
-        if DETERMINISTIC and piece == 0:
-            seen, rank = _rank(walk, lengths, window, tile, TILE_M, TILE_N)
-            semaphore = gl.where(seen, counters + 2 + stats_row // TILE_M, counters + 1)
-            rank = gl.where(seen, rank, 0)
-            count = _count(semaphore)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
         if DETERMINISTIC and piece == 0:
-            _signal(last)
-            while count < rank:
-                count = _count(semaphore)
+            mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
         _add_piece(dq_tile + piece * PIECE * PIECE, dq)
@@ -611,15 +695,13 @@ def _add_dq(
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
     if DETERMINISTIC:
-        return semaphore
-    else:
-        return last
+        mbarrier.arrive(barriers.added.index(step % TURN_SLOTS), count=1)
 
 
 @gluon.jit
 def _reduce_dq(
-    dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
@@ -628,16 +710,13 @@ def _reduce_dq(
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.end > 0:
-        tile, head = _first_step(walk, GROUP_SIZE)
+        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        last = counters + 1
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
-            last = _add_dq(dq_sum, buffers, barriers, walk, lengths, window, counters, last, num_heads, padded_rows, tile,
-                           head, first + i, zeros, TILE_M, TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE)
+            _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, TILE_M,
+                    TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
+            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         mbarrier.arrive(barriers.k_done.index(0), count=1)
-        if DETERMINISTIC:
-            _signal(last)
         first += _num_steps(walk, GROUP_SIZE)
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -672,7 +751,7 @@ def _second_half(
 def _compute_rows(
     dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, HALF: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
@@ -692,7 +771,7 @@ def _compute_rows(
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.end > 0:
         first_col = walk.col_begin + HALF * HALF_N
-        tile, head = _first_step(walk, GROUP_SIZE)
+        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
         dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
         dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
         slot = first % Q_STAGES
@@ -712,7 +791,7 @@ def _compute_rows(
                           DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         for i in range(1, _num_steps(walk, GROUP_SIZE)):
             step = first + i
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE)
+            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
             slot = step % Q_STAGES
             last_slot = (step - 1) % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
@@ -765,7 +844,7 @@ def _compute_rows(
 def _compute_dv(
     dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
+    P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     # wider instructions need more registers than ptxas gives a kernel of 16 warps (C7602)
@@ -779,7 +858,7 @@ def _compute_dv(
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.end > 0:
         dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
-        tile, head = _first_step(walk, GROUP_SIZE)
+        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
@@ -802,7 +881,7 @@ def _compute_dv(
             dv_acc = warpgroup_mma(gl.convert_layout(p, operand), dout, dv, is_async=True)
             dv = warpgroup_mma_wait(0, deps=[dv_acc])
             mbarrier.arrive(barriers.dout_free.index(slot), count=1)
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE)
+            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         if dropout.rng_state is not None:
             dv = dv * dropout.keep_scale
         mbarrier.wait(barriers.v_done.index(0), turn & 1)
@@ -887,9 +966,9 @@ def attention_backward(
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr,
     RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken beyond one a program, a place for
-    counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of `schedule.plan_packed` for tiles of
-    keys, or None.
+    """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
+    program), a place for counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of
+    `schedule.plan_packed` for tiles of keys, or None.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -918,25 +997,39 @@ def attention_backward(
     dscores_free = _barriers(DSCORES_STAGES, 1)
     k_done = _barriers(1, 1)
     walk_ready = _barriers(WALK_SLOTS, 1)
-    walk_free = _barriers(WALK_SLOTS, 3)
+    walk_free = _barriers(WALK_SLOTS, 5 if DETERMINISTIC else 3)
+    if DETERMINISTIC:
+        turn_ready = _barriers(TURN_SLOTS, 1)
+        added = _barriers(TURN_SLOTS, 1)
+        counted = _barriers(TURN_SLOTS, 1)
+    else:
+        turn_ready = None
+        added = None
+        counted = None
     if BY_ROWS:
         v_free = _barriers(1, 2)
         other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
                           None, walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
-                            k_done, None, k_done, v_free, walk_ready, walk_free)  # fmt: skip
+                            k_done, None, k_done, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
-                          TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+            (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
+                          DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, 0)),
+                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
+                             DETERMINISTIC, 0)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, 1)),
+                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
+                             DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (_await_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                            PACKED, DETERMINISTIC)),
+            (_count_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                            PACKED, DETERMINISTIC)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         p_ready = _barriers(DSCORES_STAGES, 1)
@@ -947,18 +1040,23 @@ def attention_backward(
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem,
                           walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,
-                            p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free)  # fmt: skip
+                            p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free, turn_ready, added,
+                            counted)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_sum, buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M,
-                          TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+            (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
+                          DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
-                           BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED)),
+                           BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, DETERMINISTIC)),
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+            (_await_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                            PACKED, DETERMINISTIC)),
+            (_count_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                            PACKED, DETERMINISTIC)),
+        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 @triton.jit
@@ -1262,24 +1360,35 @@ def launch_convert(problem, config, call, launch):
 
 
 def heads_in_groups(problem, config, num_tiles):
-    """(heads per group, heads of the last group) for `schedule.Order`.
+    """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
+    them.
 
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads.
-
-    In a fixed order of dq's sums keys should start one after the other as they are added. Without a mask that is so if a group
-    fills the GPU once. Causal, the last keys, which have the shortest walks, go first, so that those with longer ones find
-    theirs added; but in the last group the longest go first, so that programs end together.
     """
-    heads, programs = problem.batch * problem.num_heads_kv, config.num_programs
+    if problem.deterministic:
+        rows = rows_in_ordered_groups(problem, config)
+        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
+    causal = problem.window[1] is not None
     if problem.varlen:
-        # Rows of queries, and heads that share them
-        return (8192 if problem.window[1] is not None or problem.deterministic else 0), 1
+        return (8192 if causal else 0), 1
+    return (min(16, max(1, 2 * config.num_programs // num_tiles)) if causal else 1), 0
+
+
+def rows_in_ordered_groups(problem, config):
+    """Rows of queries of the heads in a group where the order of dq's sums is fixed.
+
+    The more heads, the fewer tiles of keys of one head run at once, each of which must stay a turn behind the one before.
+    Without a mask that delays a head's first tiles alone, if the last of those that run is not a whole walk behind the first:
+    a tile gets twice as many steps as tiles of its head run at once. Causal, a tile has a step less than the one before and
+    starts a turn later: the first ones of a head wait at every start, for a part of their time that falls with the number of
+    heads. But rows of many heads fall out of L2 from tile to tile, at a cost that falls with the length of a walk. The best of
+    the two goes with the root of the length; on an H200 2, 4 and 8 tiles' worth of rows a program were best at 512, 2048 and
+    8192 tokens.
+    """
     if problem.window[1] is None:
-        return (max(1, programs // num_tiles) if problem.deterministic else 1), 0
-    side_by_side = min(16, max(1, 2 * programs // num_tiles))
-    tail = max(4, 2 * programs // num_tiles)
-    return side_by_side, tail if problem.deterministic and 2 * tail <= heads else 0
+        return 2 * config.num_programs * config.tile_m // problem.group_size
+    return int(config.num_programs * config.tile_n * math.sqrt(problem.seqlen_q / 128))
 
 
 def tma_ready(x):

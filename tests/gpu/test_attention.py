@@ -113,7 +113,7 @@ def random_case(seed):
         softcap=kind.choice([0.0, 0.0, 5.0]), alibi=kind.choice([None, None, "heads", "batch"]),
         sinks=kind.choice([None, None, "fp32", "same"]), dropout_p=kind.choice([0.0, 0.0, 0.0, 0.25]), dlse=kind.random() < 0.3,
         layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths,
-        tail=draw.choice([0, 5]) if lengths else 0,
+        tail=draw.choice([0, 5]) if lengths else 0, deterministic=draw.random() < 0.3,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_random_configurations(tier, chunk, poisoned):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both",
-                                  "short_causal", "short_varlen"])  # fmt: skip
+                                  "short_causal", "short_varlen", "varlen_deterministic"])  # fmt: skip
 def test_bits_repeat(tier, name, deterministic):
     """Many runs, the same bits: a race would move them."""
     case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)
@@ -143,6 +143,30 @@ def test_bits_repeat(tier, name, deterministic):
             first = result
         for key, value in result.items():
             assert same(value, first[key], key, deterministic), key
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fixed_order_with_any_number_of_programs(tier, causal, head_dim):
+    """Fewer programs than fit, one, and more: none may wait for a tile of one that does not run yet; all give the same bits."""
+    if tier != "hopper":
+        pytest.skip("programs of the portable tier wait for none")
+    from flashtile.hopper import backward
+
+    case = Case("programs", 1500, 1500, heads=48, heads_kv=24, head_dim=head_dim, causal=causal, deterministic=True)
+    operands = case.make(torch.bfloat16, "cuda")
+    problem = case.problem(operands)
+    with torch.no_grad():
+        out, lse = case.attend(operands)
+    dout, _ = case.output_gradients(out, lse)
+    config = dispatch.plan_for(problem, torch.device("cuda"), "backward").configs["backward"]
+    results = [
+        backward.launch(problem, {"backward": replace(config, num_programs=programs)}, operands, out, lse, dout, None)[:3]
+        for programs in (config.num_programs, 1, 7, 3 * config.num_programs)
+    ]  # fmt: skip
+    for result in results[1:]:
+        for got, want, key in zip(result, results[0], ("dq", "dk", "dv")):
+            assert torch.equal(got, want), key
 
 
 @pytest.mark.parametrize("name", ["causal", "sinks_causal_gqa", "varlen_causal"])
