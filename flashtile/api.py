@@ -1,7 +1,6 @@
 """The public functions: signature, docstring, and one call to the op. Read problem.py next, then dispatch.py."""
 
 from flashtile import kvcache_ops, ops
-from flashtile.kvcache_problem import CacheOperands, CacheOptions
 from flashtile.problem import Operands
 
 
@@ -131,12 +130,11 @@ def attention_with_kvcache(
         UnsupportedError: no tier takes the call, or a tensor requires a gradient; lists each refusal.
     Source: Dao et al. 2023, Flash-Decoding for long-context inference; Kwon et al. 2023, PagedAttention.
     """
-    operands = CacheOperands(q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad,
-                             cu_seqlens_q, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale,
-                             v_descale, alibi_slopes, sinks)  # fmt: skip
-    return kvcache_ops.attention_with_kvcache(operands, CacheOptions.of_call(
-        max_seqlen_q, rotary_interleaved, causal, window, softmax_scale, softcap, num_splits, return_lse
-    ))  # fmt: skip
+    return kvcache_ops.attention_with_kvcache(
+        (q, k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
+         rotary_cos, rotary_sin, rotary_seqlens, q_descale, k_descale, v_descale, alibi_slopes, sinks),
+        (max_seqlen_q, rotary_interleaved, causal, window, softmax_scale, softcap, num_splits, return_lse),
+    )  # fmt: skip
 
 
 def combine(out_partial, lse_partial, *, out_dtype=None):

@@ -9,7 +9,7 @@ import torch
 from flashtile import dispatch, hardware, settings
 from flashtile.device.launch import Remembered, kind
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
-from flashtile.ops import unobserved
+from flashtile.ops import nobody_observes, unobserved
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
 _OPTIONS = (
@@ -23,6 +23,7 @@ torch.library.define(
     f"(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_TENSORS}, {_OPTIONS}) -> {_RETURNS}",
 )
 _NUM_TENSORS = len(CacheOperands._fields)
+_LENGTHS = CacheOperands._fields.index("cache_seqlens")
 # Calls by their kind
 _BOUND = Remembered()
 
@@ -34,39 +35,39 @@ def _bind(operands, options):
     return plan.module.bind_decode(problem, plan.configs, operands)
 
 
-def _run(operands, options):
+def _run(operands, options, key):
     """(out, lse or None) of a checked call."""
     call = _bind(operands, options)
-    if operands.q.is_cuda and not settings.debug():
+    if key is not None and operands.q.is_cuda and not settings.debug():
         # On a CPU the values of lengths and tables are checked in each call
-        _BOUND[kind(operands, *options)] = call
+        _BOUND[key] = call
     with hardware.on_device_of(operands.q):
         return call(operands)
 
 
-def _known(operands, options):
-    """The bound call of a repeated one, or None; what it is asked about may be of any type."""
+def _known(tensors, options):
+    """(key, bound call of a repeated one); None each, if need be. What this is asked about may be of any type."""
+    if settings.debug():
+        return None, None
     try:
-        return _BOUND.get(kind(operands, *options))
-    except (AttributeError, TypeError):
-        # Not a tensor, or without a hash: the checks say so
-        return None
+        key = kind(tensors, options)
+        return key, _BOUND.get(key)
+    except (AttributeError, TypeError, RuntimeError):
+        # Not a tensor, one without an address, or without a hash: the checks say so
+        return None, None
 
 
-def _again(call, operands):
-    if hardware.is_current(operands.q):
-        return call(operands)
-    with hardware.on_device_of(operands.q):
-        return call(operands)
+def _again(call, tensors):
+    if hardware.is_current(tensors[0]):
+        return call(tensors)
+    with hardware.on_device_of(tensors[0]):
+        return call(tensors)
 
 
 def _op(*arguments):
     operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
-    call = _known(operands, options)
-    if call is None or settings.debug():
-        out, lse = _run(operands, options)
-    else:
-        out, lse = _again(call, operands)
+    key, call = _known(operands, options)
+    out, lse = _run(operands, options, key) if call is None else _again(call, operands)
     return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
 
 
@@ -90,30 +91,34 @@ kvcache_op = torch.ops.flashtile.kvcache.default
 kvcache_append_op = torch.ops.flashtile.kvcache_append.default
 
 
-def attention_with_kvcache(operands, options):
-    """`flashtile.attention_with_kvcache` on CacheOperands and CacheOptions."""
-    if isinstance(operands.cache_seqlens, (int, torch.SymInt)):
-        check_cache_arguments(operands, options)
-        operands = operands._replace(cache_seqlens=_lengths(operands))
-    plain = unobserved(operands)
-    call = None
-    if plain and not settings.debug() and not (torch.is_grad_enabled() and _differentiable(operands)):
-        call = _known(operands, options)
-    if call is not None:
-        out, lse = _again(call, operands)
+def attention_with_kvcache(tensors, options):
+    """`flashtile.attention_with_kvcache` on what CacheOperands and CacheOptions.of_call take.
+
+    A repeated call makes neither of them: that alone would be a tenth of its time.
+    """
+    if isinstance(tensors[_LENGTHS], (int, torch.SymInt)):
+        operands = CacheOperands(*tensors)
+        check_cache_arguments(operands, CacheOptions.of_call(*options))
+        tensors = operands._replace(cache_seqlens=_lengths(operands))
+    key, call = _known(tensors, options) if nobody_observes() else (None, None)
+    if call is None or torch.is_grad_enabled() and _differentiable(tensors):
+        out, lse = _checked(CacheOperands(*tensors), CacheOptions.of_call(*options), key)
     else:
-        check_cache_arguments(operands, options)
-        if plain:
-            out, lse = _run(operands, options)
-        else:
-            out, lse = (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
-    return (out, lse) if options.return_lse else out
+        out, lse = _again(call, tensors)
+    return (out, lse) if options[-1] else out
 
 
-def _differentiable(operands):
+def _checked(operands, options, key):
+    check_cache_arguments(operands, options)
+    if unobserved(operands):
+        return _run(operands, options, key)
+    return (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
+
+
+def _differentiable(tensors):
     """Whether a gradient is asked of the tensors that a model makes."""
-    q, k, v = operands.q, operands.k, operands.v
-    return q.requires_grad or getattr(k, "requires_grad", False) or getattr(v, "requires_grad", False)
+    q, _, _, k, v = tensors[:5]
+    return q.requires_grad or k is not None and (k.requires_grad or v.requires_grad)
 
 
 def _lengths(operands):

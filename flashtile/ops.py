@@ -5,7 +5,8 @@ An op validates, plans and launches, so that all of it is one node to torch.comp
 """
 
 import torch
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling
 
 from flashtile import dispatch, flops, hardware, settings
 from flashtile.device.launch import Remembered, kind
@@ -193,6 +194,7 @@ backward_op = torch.ops.flashtile.backward.default
 
 # sinks are a parameter as a rule
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+_num_dispatch_modes, _innermost_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def unobserved(operands):
@@ -201,13 +203,20 @@ def unobserved(operands):
     Then its body is called instead of the op: that saves 20 arguments' way through torch's dispatcher.
     """
     return (
-        _PLAIN.issuperset(map(type, operands))
-        and not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.autograd.profiler._is_profiler_enabled
+        nobody_observes()
+        and _PLAIN.issuperset(map(type, operands))
         and not getattr(operands[0], "is_meta", False)
+    )
+
+
+def nobody_observes():
+    """The same of what is not in the tensors."""
+    return (
+        not is_compiling()
+        and forward_ad._current_level < 0
+        and _num_dispatch_modes() == 0
+        and _innermost_transform() is None
+        and not profiler._is_profiler_enabled
     )
 
 

@@ -9,13 +9,17 @@ TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTIL
 
 import os
 
+# What os.environ keeps its variables in, asked in each call: os.environ itself takes 1 us to say that one is not set.
+_VARIABLES = os.environ._data
+_DEBUG, _TIER = map(os.environ.encodekey, ("FLASHTILE_DEBUG", "FLASHTILE_TIER"))
+
 
 def debug() -> bool:
-    return os.environ.get("FLASHTILE_DEBUG", "0") not in ("", "0")
+    return _DEBUG in _VARIABLES and os.environ["FLASHTILE_DEBUG"] not in ("", "0")
 
 
 def preferred_tiers() -> tuple[str, ...]:
-    names = os.environ.get("FLASHTILE_TIER")
+    names = os.environ["FLASHTILE_TIER"] if _TIER in _VARIABLES else ""
     return tuple(names.split(",")) if names else ()
 
 

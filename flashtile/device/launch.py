@@ -10,11 +10,9 @@ MAX_REMEMBERED = 4096
 
 def kind(tensors, *more) -> tuple:
     """What tells calls of one kind from others: `more`, and of each tensor that is there all but its data."""
-    key = [*more]
-    for i, x in enumerate(tensors):
-        if x is not None:
-            key += i, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-    return tuple(key)
+    return more, *[
+        x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
+    ]  # fmt: skip
 
 
 class Launches:

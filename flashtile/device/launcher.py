@@ -16,8 +16,9 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 
 def hooked():
     """Whether somebody, such as Triton's profiler, asked to be called at each launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
 class Launcher(NamedTuple):

@@ -536,8 +536,8 @@ class Call:
             self.merge_options["launch_pdl"] = True
 
     def __call__(self, operands):
-        """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them."""
-        q = operands.q
+        """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them; operands: in any tuple."""
+        q = operands[0]
         out = self.new_out(q)
         lse = None
         if self.problem.return_lse:
