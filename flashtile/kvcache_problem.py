@@ -26,6 +26,8 @@ from flashtile.problem import (
 
 FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 256
+# Each is a number in a register of its own
+MAX_PAGES_OF_TILE = 4
 
 
 class CacheOperands(NamedTuple):
@@ -184,9 +186,14 @@ class CacheProblem(CallShape):
         """That of q; fp8 queries give bfloat16."""
         return torch.bfloat16 if self.dtype == FP8 else self.dtype
 
-    def has_whole_pages(self, tile_n) -> bool:
-        """Whether each tile of tile_n slots lies in one page, at its own place."""
-        return bool(self.page_size) and self.page_size % tile_n == 0 and not self.has_leftpad
+    def pages_of_tile(self, tile_n) -> int:
+        """How many pages each tile of tile_n slots fills, or 1 where it lies in one page; 0 for neither, and without pages."""
+        if not self.page_size or self.has_leftpad:
+            return 0
+        if self.page_size % tile_n == 0:
+            return 1
+        pages = tile_n // self.page_size
+        return pages if tile_n % self.page_size == 0 and pages <= MAX_PAGES_OF_TILE else 0
 
     @property
     def lse_shape(self) -> tuple[int, ...]:

@@ -228,7 +228,8 @@ class DecodeConfig:
 class DecodeRow(NamedTuple):
     """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from.
 
-    whole_pages: only for caches without pages, or with pages of whole tiles.
+    keys_a_sm: the most keys, of all heads of a full cache, for each multiprocessor; such a row is not for calls with a fixed
+    num_splits, whose results depend on no other sequence. pages: the most pages that a tile may fill, where it holds pages.
     """
 
     block_dim: int
@@ -239,14 +240,18 @@ class DecodeRow(NamedTuple):
     # "" for any
     arch: str = ""
     source: str = ""
-    whole_pages: bool = False
+    keys_a_sm: int | None = None
+    pages: int | None = None
 
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
+_DECODE_SMALL = "an H200, single runs: faster up to 1,986 keys a multiprocessor, slower from 7,944 on; between: not tried"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
 # The first row that matches and fits is taken.
 DECODE = (
-    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, whole_pages=True),
+    # Small caches: up to 134 MB of bf16 keys and values of head dim 128 on 132 multiprocessors
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SMALL, keys_a_sm=2048),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     *(
         DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
@@ -269,13 +274,16 @@ def decode_config(problem, device) -> DecodeConfig | None:
     itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     rows = problem.seqlen_q * problem.group_size
+    # lengths are on the device
+    keys = problem.batch * problem.num_heads_kv * problem.capacity
     for row in DECODE:
         if (
             row.arch in (device.arch, "")
             and max(block_d, block_dv) <= row.block_dim
             and itemsize <= row.itemsize
             and (row.max_rows is None or rows <= row.max_rows)
-            and not (row.whole_pages and problem.page_size and not problem.has_whole_pages(row.config.tile_n))
+            and (row.keys_a_sm is None or not problem.num_splits and keys <= row.keys_a_sm * device.num_sms)
+            and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
             return row.config

@@ -26,7 +26,7 @@ OPTION_NAMES = (
 # A case a mechanism: the interpreter takes seconds for each
 INTERPRETED = [
     "plain", "mqa_dims_40_24", "several_queries", "window_both_sides", "softcap_alibi", "sinks_split", "splits_3", "page_1",
-    "page_96_leftpad", "page_256", "batch_idx", "append_many", "rotary_halves_partial", "rotary_leftpad",
+    "page_4", "page_96_leftpad", "page_256", "batch_idx", "append_many", "rotary_halves_partial", "rotary_leftpad",
     "packed_append_differs", "no_slots",
 ]  # fmt: skip
 
@@ -67,6 +67,35 @@ def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
         own = slice(b, b + 1)
         alone = flashtile.attention_with_kvcache(q[own], k_cache[own], v_cache[own], cache_seqlens=lengths[own], num_splits=3)
         assert torch.equal(together[own], alone)
+
+
+def test_fixed_splits_have_the_tiles_of_any_batch():
+    """Or their results would depend on it."""
+    from flashtile import hardware, tiles
+
+    def tile_n(batch, **changes):
+        problem = CacheProblem(batch=batch, seqlen_q=1, capacity=8192, num_heads=32, num_heads_kv=8, head_dim=128,
+                               head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, **changes)  # fmt: skip
+        return tiles.decode_config(problem, hardware.by_name("H200")).tile_n
+
+    assert tile_n(1) == tile_n(1, page_size=64) == tile_n(1, page_size=16) == tile_n(64, page_size=16) == 64
+    assert tile_n(64) == tile_n(64, page_size=64) == tile_n(64, page_size=256) == 128
+    assert tile_n(64, page_size=96) == tile_n(64, page_size=1) == tile_n(64, page_size=64, has_leftpad=True) == 64
+    for page_size in (None, 16, 64):
+        assert tile_n(1, num_splits=8, page_size=page_size) == tile_n(64, num_splits=8, page_size=page_size)
+
+
+def test_pages_of_tile():
+    def pages(page_size, tile_n, has_leftpad=False):
+        problem = CacheProblem(
+            batch=1, seqlen_q=1, capacity=960, num_heads=1, num_heads_kv=1, head_dim=64, head_dim_v=64, dtype=torch.float16,
+            cache_dtype=torch.float16, page_size=page_size, has_leftpad=has_leftpad,
+        )  # fmt: skip
+        return problem.pages_of_tile(tile_n)
+
+    assert [pages(size, 64) for size in (None, 1, 8, 16, 32, 48, 64, 96, 192)] == [0, 0, 0, 4, 2, 0, 1, 0, 1]
+    assert [pages(size, 16) for size in (2, 4, 8, 16, 48)] == [0, 4, 2, 1, 1]
+    assert pages(64, 64, has_leftpad=True) == 0
 
 
 def flat_values(arguments):

@@ -14,15 +14,35 @@ programs, and its result depends on its own sequence alone.
 Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
 the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
 
-A row tile reads q once and then its keys and values, in tiles of TILE_N slots: of a row of the cache, of one page where pages
-are whole tiles, else slot by slot through the block table.
+A row tile reads q once and then its keys and values, in tiles of TILE_N slots: of a row of the cache; of one page or of up to
+four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the block table.
 
 What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json: with 1.7 GB of keys and values and more the rate
-of a copy, ragged lengths too; with 0.5 GB 0.93 of it, and with pages of 64 tokens 0.84 to 0.91. Some 10 us are fixed: the start
-of two kernels, the way from the lengths to the first keys, the merge. Tried there (single runs, not recorded), as time over 64
-keys by 4 warps, 3 stages and two programs to an SM: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 8 warps 1.01 to 1.27; 32 keys
-and three programs 0.98 to 1.15, four programs 1.02 to 1.35; 128 keys by 8 warps, one program to an SM, 0.93 to 1.00, but 1.24
-with pages of 16 and 1.08 on ragged lengths in pages of 64 (so only where pages are whole tiles).
+of a copy, ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel
+takes 4.1 us, two 5.1; one query over 512 keys 11.8, of those 3 the merge's. Tried there (single runs, not recorded; 32 heads, 8
+of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by warps):
+
+    batch, keys, page       128x8   64x4    64x8   32x4
+    1, 512                   11.7   10.7    10.5   10.8
+    1, 2k                    14.6   13.6    15.0   13.7
+    1, 8k                    22.5   21.9      -    21.8
+    1, 32k                   50.5   49.8      -    50.0
+    64, 8k                    477    498      -      -
+    64, ragged, to 16k        128    131      -      -
+    16, 8k, page 64           138    142      -      -     contiguous 133; before 64 keys with one page 139
+    64, 2k, page 64           140    151      -      -     contiguous 136, with 64 heads
+    64, ragged, page 64       137    133      -      -
+    1, 8k, page 64           23.5   22.2      -      -
+    1, 8k, page 16             -    22.7      -      -     slot by slot 23.7
+    16, 8k, page 16            -     145      -      -     slot by slot 157
+    64, ragged, page 16        -     134      -      -     slot by slot 148
+    16, 8k, page 1             -     161      -      -     slot by slot
+
+Earlier, as time over 64x4: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 64x8 1.01 to 1.27; 32 keys and three programs to an SM
+0.98 to 1.15, four programs 1.02 to 1.35. What did not help: the merge in the kernel itself, by the last program of a row tile.
+With a counter a row tile it takes 2 to 3 us less at 512 and 2k keys (9.5 and 11.5), but 7 us more at 8k (30.0), and asks for
+memory that is zero when a call begins, whatever streams and graphs do; with a number of the call instead of the zeros it takes
+4 to 8 us more. A fixed number of splits is no faster than equal shares (1 of them 12.2 at 512 keys, 16 of them 22.0 at 8k).
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -123,16 +143,16 @@ def _at(vector, index, BATCH_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr):
+def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ONE_LOOP: tl.constexpr):
     """The row tile in which a position of all work lies, from there to its end; side: which of SIDE heads."""
     batch = tl.sum((shares.work_ends <= position).to(tl.int32), 0)
     # A position behind all work is looked up too, and not used
     tiles = tl.maximum(_at(shares.tiles, batch, BATCH_BLOCK), 1)
     row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
     within = position - (_at(shares.work_ends, batch, BATCH_BLOCK) - row_tiles * tiles)
-    per_head = tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
     row_tile = within // tiles
-    return Part(batch, row_tile // per_head * SIDE + side, row_tile % per_head, within % tiles, tiles)
+    per_head = 1 if ONE_LOOP else tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
+    return Part(batch, row_tile // per_head * SIDE + side, row_tile % per_head, within - row_tile * tiles, tiles)
 
 
 @triton.jit
@@ -146,36 +166,44 @@ def _row_tile(number, window, num_tiles, num_heads_kv):
 
 
 @triton.jit
-def _load_keys(x, row, page, head, col_begin, lengths, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr,
+def _load_keys(x, row, page, head, col_begin, lengths, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
                TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """(TILE_N, BLOCK_DIM) of k or v from key col_begin on; zeros past the sequence. page: `_pages_of_tile`."""
-    cols = col_begin + tl.arange(0, TILE_N)
+    in_tile = tl.arange(0, TILE_N)
+    cols = col_begin + in_tile
     mask = (cols < lengths.seqlen_k)[:, None]
     if DIM != BLOCK_DIM:
         mask = mask & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
+    ptr = x.ptr + head * x.head_stride
     if PAGE_SIZE == 0:
-        first = (lengths.start_k + col_begin).to(tl.int64)
-        ptr = x.ptr + row.to(tl.int64) * x.batch_stride + first * x.row_stride + head * x.head_stride
-        return tl.load(ptr + tile_offsets(tl.arange(0, TILE_N), x.row_stride, DIM, BLOCK_DIM, WIDE), mask=mask, other=0.0)
-    elif WHOLE_PAGES:
-        first = (col_begin % PAGE_SIZE).to(tl.int64)
-        ptr = x.ptr + page.to(tl.int64) * x.batch_stride + first * x.row_stride + head * x.head_stride
-        return tl.load(ptr + tile_offsets(tl.arange(0, TILE_N), x.row_stride, DIM, BLOCK_DIM, WIDE), mask=mask, other=0.0)
+        ptr += row.to(tl.int64) * x.batch_stride + (lengths.start_k + col_begin).to(tl.int64) * x.row_stride
+        ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
+    elif PAGES == 1:
+        ptr += page[0].to(tl.int64) * x.batch_stride + (col_begin % PAGE_SIZE).to(tl.int64) * x.row_stride
+        ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
+    elif PAGES > 1:
+        begin = tl.zeros((TILE_N,), tl.int64) + page[0].to(tl.int64) * x.batch_stride
+        for i in tl.static_range(1, PAGES):
+            begin = tl.where(in_tile >= i * PAGE_SIZE, page[i].to(tl.int64) * x.batch_stride, begin)
+        ptrs = ptr + begin[:, None] + tile_offsets(in_tile % PAGE_SIZE, x.row_stride, DIM, BLOCK_DIM, WIDE)
     else:
-        slots = lengths.start_k + cols
-        rows = page.to(tl.int64) * x.batch_stride + (slots % PAGE_SIZE).to(tl.int64) * x.row_stride
-        ptrs = x.ptr + head * x.head_stride + rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
-        return tl.load(ptrs, mask=mask, other=0.0)
+        rows = page.to(tl.int64) * x.batch_stride + ((lengths.start_k + cols) % PAGE_SIZE).to(tl.int64) * x.row_stride
+        ptrs = ptr + rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
-def _pages_of_tile(layout, batch, n_tile, end, lengths, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr,
+def _pages_of_tile(layout, batch, n_tile, end, lengths, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
                    TILE_N: tl.constexpr):  # fmt: skip
-    """The page of a tile, or of each of its keys."""
+    """The PAGES pages of a tile, numbers each, or a vector of the page of each of its keys."""
     if PAGE_SIZE == 0:
         return 0
-    elif WHOLE_PAGES:
-        return cache.load_pages(layout, batch, n_tile * TILE_N // PAGE_SIZE, n_tile < end)
+    elif PAGES > 0:
+        pages = ()
+        for i in tl.static_range(PAGES):
+            col = n_tile * TILE_N + i * PAGE_SIZE
+            pages = pages + (cache.load_pages(layout, batch, col // PAGE_SIZE, (col < lengths.seqlen_k) & (n_tile < end)),)
+        return pages
     else:
         cols = n_tile * TILE_N + tl.arange(0, TILE_N)
         mask = (cols < lengths.seqlen_k) & (n_tile < end)
@@ -268,7 +296,7 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
 @triton.jit
 def _attend_part(
     part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
-    num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr, TILE_M: tl.constexpr,
+    num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -289,14 +317,14 @@ def _attend_part(
         cache_row = part.batch
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
+    page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, PAGES, TILE_N)
     for n_tile in tl.range(begin, end):
         # Read a step ahead: the address of the next tile is known when its load begins
-        next_page = _pages_of_tile(layout, part.batch, n_tile + 1, end, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
+        next_page = _pages_of_tile(layout, part.batch, n_tile + 1, end, lengths, PAGE_SIZE, PAGES, TILE_N)
         col_begin = n_tile * TILE_N
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N, HEAD_DIM,
+        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N,
+        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N,
                             HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
         state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
                                   slopes, dtype, TILE_N)  # fmt: skip
@@ -308,7 +336,7 @@ def _attend_part(
 @triton.jit
 def _attend_share(
     shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
-    num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr,
+    num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -317,7 +345,7 @@ def _attend_share(
     stop = tl.minimum(start + shares.share, shares.total)
     tokens = tl.arange(0, TILE_M) // GROUP_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    part = _locate(shares, start, side, num_heads_kv, SIDE, BATCH_BLOCK)
+    part = _locate(shares, start, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
     lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
     first_tile, _ = _key_tiles(lengths, window, TILE_N)
     cache_row = part.batch
@@ -325,16 +353,16 @@ def _attend_share(
         cache_row = cache.cache_row(layout, part.batch)
     # of the row tile's
     tile = part.begin
-    page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
+    page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
     for position in tl.range(start, stop):
         col_begin = (first_tile + tile) * TILE_N
         # With each tile, as part of the pipeline
         q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N, HEAD_DIM,
+        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N,
+        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N,
                             HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
         scale = _load_scale(part, score_params, descales, num_heads_kv)
         slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
@@ -350,7 +378,7 @@ def _attend_share(
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
         acc = tl.where(is_last, 0.0, acc)
         if is_end:
-            part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK)
+            part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
             lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
             first_tile, _ = _key_tiles(lengths, window, TILE_N)
             cache_row = part.batch
@@ -359,13 +387,13 @@ def _attend_share(
                 cache_row = cache.cache_row(layout, tl.minimum(part.batch, num_sequences - 1))
             tile = part.begin
         last_tile = tl.where(position + 1 < stop, first_tile + part.end, 0)
-        page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, WHOLE_PAGES, TILE_N)
+        page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, PAGES, TILE_N)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles"])
 def decode_attention(
     q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
-    num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WHOLE_PAGES: tl.constexpr, TILE_M: tl.constexpr,
+    num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, SIDE: tl.constexpr,
     BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
@@ -393,17 +421,17 @@ def decode_attention(
         if ONE_LOOP:
             if position < stop:
                 _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
-                              descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M,
+                              descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M,
                               TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, SIDE, BATCH_BLOCK)  # fmt: skip
         else:
             while position < stop:
-                rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK)
+                rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK, False)
                 end = tl.minimum(rest.end, rest.begin + stop - position)
                 part = Part(rest.batch, rest.head, rest.m_tile, rest.begin, end)
                 slot = tl.where(rest.begin > 0, share, num_shares + share) * SIDE + side
                 whole = end - rest.begin == rest.end
                 _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
-                             seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M, TILE_N,
+                             seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
                              HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
                 position += end - rest.begin
     else:
@@ -417,7 +445,7 @@ def decode_attention(
             share = tl.cdiv(tiles, num_splits)
             part = Part(batch, head, m_tile, split * share, tl.minimum(tiles, (split + 1) * share))
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
-                         descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, WHOLE_PAGES, TILE_M, TILE_N,
+                         descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
 
 
@@ -453,7 +481,7 @@ def merge_parts(
             share = program // SIDE
             side = program % SIDE
             border = (share + 1) * shares.share
-            place = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK)
+            place = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK, False)
             batch, head, m_tile = place.batch, place.head, place.m_tile
             parts = (border - place.begin + place.end - 1) // shares.share - share + 1
             is_mine = (border < shares.total) & (place.begin > 0) & (place.begin <= shares.share)
@@ -515,7 +543,7 @@ class Call:
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
-            "WHOLE_PAGES": problem.has_whole_pages(config.tile_n),
+            "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
             "HAS_DEPENDENT": dependent and plan.slots > 0,

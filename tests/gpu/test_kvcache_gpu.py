@@ -43,6 +43,14 @@ def test_larger_case(case, poisoned):
     check_cache(case, torch.bfloat16, "cuda", seed=3)
 
 
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 96, 128])
+def test_large_cache(page_size, poisoned):
+    """Tiles and pages of caches too large for those of a small one."""
+    lengths = (4096, 1, 0, 3000, 2048, 63, 129, 4032, 4000, 777, 65, 1500)
+    check_cache(CacheCase("large", lengths=lengths, capacity=4128 if page_size == 96 else 4096, page_size=page_size, heads=32,
+                          heads_kv=8, head_dim=128), torch.bfloat16, "cuda")  # fmt: skip
+
+
 def random_case(seed):
     """Options of one of NUM_KINDS kinds, and a shape."""
     kind, draw = random.Random(seed % NUM_KINDS), random.Random(seed)
