@@ -182,10 +182,11 @@ def _load_keys(x, row, page, head, col_begin, lengths, PAGE_SIZE: tl.constexpr, 
         ptr += page[0].to(tl.int64) * x.batch_stride + (col_begin % PAGE_SIZE).to(tl.int64) * x.row_stride
         ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
     elif PAGES > 1:
-        begin = tl.zeros((TILE_N,), tl.int64) + page[0].to(tl.int64) * x.batch_stride
+        pages = tl.zeros((TILE_N,), tl.int64) + page[0]
         for i in tl.static_range(1, PAGES):
-            begin = tl.where(in_tile >= i * PAGE_SIZE, page[i].to(tl.int64) * x.batch_stride, begin)
-        ptrs = ptr + begin[:, None] + tile_offsets(in_tile % PAGE_SIZE, x.row_stride, DIM, BLOCK_DIM, WIDE)
+            pages = tl.where(in_tile >= i * PAGE_SIZE, page[i].to(tl.int64), pages)
+        # Chosen among pages, not among pages times their stride: there Triton 3.8 loses sight of 16 bytes, and of the pipeline
+        ptrs = ptr + (pages * x.batch_stride)[:, None] + tile_offsets(in_tile % PAGE_SIZE, x.row_stride, DIM, BLOCK_DIM, WIDE)
     else:
         rows = page.to(tl.int64) * x.batch_stride + ((lengths.start_k + cols) % PAGE_SIZE).to(tl.int64) * x.row_stride
         ptrs = ptr + rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
