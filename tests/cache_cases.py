@@ -347,6 +347,7 @@ CASES = [
     CacheCase("chunked_prefill", new=33, seqlen_q=33, causal=True, lengths=(20, 0, 63), heads=6, window=(30, 0)),
     CacheCase("no_slots", capacity=0, lengths=(0, 0, 0), sinks=True),
     CacheCase("no_queries", seqlen_q=0, new=3, lengths=(1, 0, 60)),
+    CacheCase("packed_no_queries", seqlen_q=0, lengths=(40, 0), lengths_q=(0, 0), tail=3, causal=True),
 ]  # fmt: skip
 FP8_CASES = [
     CacheCase("fp8_cache", fp8="cache", descale=True),

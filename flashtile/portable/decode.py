@@ -524,7 +524,8 @@ class Call:
         device = hardware.detect(operands.q.device)
         plan = plan_parts(problem, config, device.num_sms or INTERPRETED_SMS)
         out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
-        self.is_empty = 0 in out_shape
+        # Rows of out may all be of no sequence
+        self.is_empty = 0 in out_shape or plan.num_programs == 0
         self.append = append.Append(problem, operands) if problem.appends else None
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
