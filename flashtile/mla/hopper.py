@@ -41,6 +41,8 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
   of a warp 376 (331), without L2 ahead 291 (279).
 - dense, batch 128, 4096 and 8192 keys, 128 heads (FlashMLA 255, 518): 277, 553; the rotary part of q in registers 279, 559;
   slots given back in quarters 284, 564.
+- packed, two producers of 4 warps, each for half of the values, beside that: from L2 405 to 362 (FlashMLA 346), from memory 420
+  to 449, with an L2 prefetch each 128 bytes 426 (370). What the loads wait for in memory is not known.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
