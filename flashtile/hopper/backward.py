@@ -58,9 +58,10 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
     the counter, and dk and dv that leave through the buffers of dscores, so that k and v of the next tile come under it: 1.02
         to 1.13 at head dim 64, 1.02 to 1.06 at 128, causal most, against programs with a fixed list of tiles
 
-deterministic=True, as time over the time of the free order (16384 tokens, bf16, random data, L2 flushed; medians of one run,
-+-4%; not recorded), with the groups of `rows_in_ordered_groups`; in brackets the version before, whose partition of dq polled
-and counted itself, on walks from the first query to the last:
+deterministic=True takes 0.99 to 1.10 times as long as the free order at head dim 64, 1.03 to 1.12 at 128, 1.06 to 1.22 at 256,
+where 2048 and 4096 tokens causal are over 1.15 (benchmarks/results/nvidia-h200/deterministic.json). How its order was found, as
+time over that of the free order (16384 tokens, bf16, random data, L2 flushed; medians of one run, +-4%; not recorded); in
+brackets the version before, whose partition of dq polled and counted itself, on walks from the first query to the last:
 
     tokens                    512            1024           2048           4096           8192           16384
     head dim 64     full      1.02 (1.33)                   0.98 (1.19)    0.96 (1.16)    0.99 (1.22)    1.00 (1.15)
@@ -589,11 +590,12 @@ def _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, T
 
 
 @gluon.jit
-def _await_turns(
+def _follow_turns(
     buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, AWAITS: gl.constexpr,
 ):  # fmt: skip
-    """Where the order is fixed: let the partition of dq add when it is the turn of its tile of keys."""
+    """Where the order is fixed. AWAITS: let the partition of dq add when it is the turn of its tile of keys; else count what
+    it has added, when that is in memory."""
     if DETERMINISTIC:
         first = 0
         turn = 0
@@ -605,37 +607,16 @@ def _await_turns(
                 slot = step % TURN_SLOTS
                 semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
                                         PACKED)  # fmt: skip
-                mbarrier.wait(barriers.counted.index(slot), _phase(step, TURN_SLOTS) ^ 1)
-                count = _count(semaphore)
-                while count < rank:
+                if AWAITS:
+                    mbarrier.wait(barriers.counted.index(slot), _phase(step, TURN_SLOTS) ^ 1)
                     count = _count(semaphore)
-                mbarrier.arrive(barriers.turn_ready.index(slot), count=1)
-                tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
-            first += _num_steps(walk, GROUP_SIZE)
-            turn += 1
-            walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-
-
-@gluon.jit
-def _count_turns(
-    buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
-):  # fmt: skip
-    """Where the order is fixed: count what the partition of dq has added, when it is in memory."""
-    if DETERMINISTIC:
-        first = 0
-        turn = 0
-        walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-        while walk.end > 0:
-            tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
-            for i in range(0, _num_steps(walk, GROUP_SIZE)):
-                step = first + i
-                slot = step % TURN_SLOTS
-                semaphore, _rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
-                                         PACKED)  # fmt: skip
-                mbarrier.wait(barriers.added.index(slot), _phase(step, TURN_SLOTS))
-                _signal(semaphore)
-                mbarrier.arrive(barriers.counted.index(slot), count=1)
+                    while count < rank:
+                        count = _count(semaphore)
+                    mbarrier.arrive(barriers.turn_ready.index(slot), count=1)
+                else:
+                    mbarrier.wait(barriers.added.index(slot), _phase(step, TURN_SLOTS))
+                    _signal(semaphore)
+                    mbarrier.arrive(barriers.counted.index(slot), count=1)
                 tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
             first += _num_steps(walk, GROUP_SIZE)
             turn += 1
@@ -1025,10 +1006,10 @@ def attention_backward(
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
-            (_await_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                            PACKED, DETERMINISTIC)),
-            (_count_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                            PACKED, DETERMINISTIC)),
+            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                             PACKED, DETERMINISTIC, True)),
+            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                             PACKED, DETERMINISTIC, False)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
@@ -1052,10 +1033,10 @@ def attention_backward(
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
-            (_await_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                            PACKED, DETERMINISTIC)),
-            (_count_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                            PACKED, DETERMINISTIC)),
+            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                             PACKED, DETERMINISTIC, True)),
+            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                             PACKED, DETERMINISTIC, False)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
