@@ -337,6 +337,17 @@ def _unpack(words, scale):
 
 
 @gluon.jit
+def _first_tokens(keys, segment, tokens: gl.constexpr):
+    """Offsets of a segment's first two tiles of tokens, and the entries of the third."""
+    cols = segment.first * TILE + gl.arange(0, TILE, tokens)
+    entries = portable.look_up(keys, segment.sequence, cols, segment.length)
+    following = portable.look_up(keys, segment.sequence, cols + TILE, segment.length)
+    coming = portable.look_up(keys, segment.sequence, cols + 2 * TILE, segment.length)
+    now = _offsets(keys, entries, cols, segment.length)
+    return now, _offsets(keys, following, cols + TILE, segment.length), coming
+
+
+@gluon.jit
 def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
             ROPE: gl.constexpr):  # fmt: skip
     """The producer where tokens lie anywhere, unpacked. It waits for none: each thread's copies tell the barrier themselves.
@@ -359,12 +370,7 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
         segment = _segment(lengths, part, index, max_length, SEQUENCES_PER_LENGTH)
         sequence = segment.sequence
         length = segment.length
-        cols = segment.first * TILE + gl.arange(0, TILE, tokens)
-        entries = portable.look_up(keys, sequence, cols, length)
-        following_entries = portable.look_up(keys, sequence, cols + TILE, length)
-        coming = portable.look_up(keys, sequence, cols + 2 * TILE, length)
-        now = _offsets(keys, entries, cols, length)
-        following = _offsets(keys, following_entries, cols + TILE, length)
+        now, following, coming = _first_tokens(keys, segment, tokens)
         _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
             slot = step & 1
@@ -418,12 +424,7 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
         segment = _segment(lengths, part, index, max_length, SEQUENCES_PER_LENGTH)
         sequence = segment.sequence
         length = segment.length
-        cols = segment.first * TILE + gl.arange(0, TILE, tokens)
-        entries = portable.look_up(keys, sequence, cols, length)
-        following_entries = portable.look_up(keys, sequence, cols + TILE, length)
-        coming = portable.look_up(keys, sequence, cols + 2 * TILE, length)
-        now = _offsets(keys, entries, cols, length)
-        following = _offsets(keys, following_entries, cols + TILE, length)
+        now, following, coming = _first_tokens(keys, segment, tokens)
         async_copy.wait_group(0)
         _copy_scales(ring, keys, now, step & 1, pairs)
         async_copy.commit_group()
