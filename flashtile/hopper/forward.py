@@ -98,6 +98,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   to 633.
 - head dim 256, out stored by the producer, for which no consumer waits, and the next tile asked for two steps earlier: full 512
   keys 613 to 628, causal 395 to 379, 1024 560 to 548 (in a state that still gave wrong results; not followed up).
+- the loop turned by half a step, so that the first products of a tile start before out of the last one is stored: scores and
+  acc are then under way at the loop's edges, where their registers are copied, and ptxas serialises all products (C7514).
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
