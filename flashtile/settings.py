@@ -9,9 +9,9 @@ TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTIL
 
 import os
 
-# What os.environ keeps its variables in, asked in each call: os.environ itself takes 1 us to say that one is not set.
-_VARIABLES = os.environ._data
-_DEBUG, _TIER = map(os.environ.encodekey, ("FLASHTILE_DEBUG", "FLASHTILE_TIER"))
+# What CPython's os.environ keeps its variables in, asked in each call: os.environ itself takes 1 us to say that one is not set.
+_VARIABLES = getattr(os.environ, "_data", os.environ)
+_DEBUG, _TIER = map(getattr(os.environ, "encodekey", str), ("FLASHTILE_DEBUG", "FLASHTILE_TIER"))
 
 
 def debug() -> bool:
