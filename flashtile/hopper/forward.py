@@ -99,7 +99,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - head dim 256, out stored by the producer, for which no consumer waits, and the next tile asked for two steps earlier: full 512
   keys 613 to 628, causal 395 to 379, 1024 560 to 548 (in a state that still gave wrong results; not followed up).
 - the loop turned by half a step, so that the first products of a tile start before out of the last one is stored: scores and
-  acc are then under way at the loop's edges, where their registers are copied, and ptxas serialises all products (C7514).
+  acc are then under way at the loop's edge, across which ptxas does not know that to wait for one of two groups is enough, and
+  serialises all products (C7514); not if the wait is for both.
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
@@ -658,11 +659,12 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 @gluon.jit
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
-    HEADS: gl.constexpr, TILE_N: gl.constexpr, BLOCK_DV: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
-    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr,
+    CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
+    BLOCK_DV: gl.constexpr = ring.v_smem.shape[-1]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     scale_log2 = scores.scale_log2(score_params)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -833,7 +835,6 @@ def attention_forward(
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
     """
     PACKED: gl.constexpr = table is not None
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
     if PACKED:
         num_tiles = gl.load(table)
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
@@ -846,42 +847,33 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, BLOCK_DV, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST,
-                        MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
