@@ -214,7 +214,7 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
                 row_ahead = (tile + 1) % TILES_PER_PAGE * TILE
                 _prefetch_tile(keys, page, row_ahead, segment.length - (tile + 1) * TILE, ROPE)
             # The scorer's half first
-            own = slot * 2 + slot
+            own = slot * 3
             mbarrier.wait(ring.latent_free.index(own), free_phase)
             mbarrier.expect(ring.latent_ready.index(own), latent_desc.block_type.nbytes)
             _load_keys(latent_desc, ring.latent_smem.index(own), this_page, row, valid, slot * HALF,
@@ -380,7 +380,7 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
             coming = portable.look_up(keys, sequence, cols + 3 * TILE, length)
             rows = gl.convert_layout(now, gl.SliceLayout(1, half_layout))
             # The scorer's half first
-            own = slot * 2 + slot
+            own = slot * 3
             mbarrier.wait(ring.latent_free.index(own), free_phase)
             if ring.bias_smem is not None:
                 ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
@@ -441,7 +441,8 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
             ahead = _offsets(keys, coming, cols + 2 * TILE, length)
             _prefetch_packed(keys, ahead, pairs)
             # The scorer's half first
-            own = slot * 2 + slot
+            own = slot * 3
+            other = slot * 2 + 1 - slot
             mbarrier.wait(ring.latent_free.index(own), free_phase)
             # The scales
             async_copy.wait_group(0)
@@ -453,7 +454,6 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
                 if number == 4:
                     mbarrier.arrive(ring.latent_ready.index(own), count=1)
                     coming = portable.look_up(keys, sequence, cols + 3 * TILE, length)
-                    other = slot * 2 + 1 - slot
                     mbarrier.wait(ring.latent_free.index(other), free_phase)
                     rope_rows = gl.convert_layout(now, gl.SliceLayout(1, rope_layout))
                     _copy_rope(ring, keys, rope_rows, ROPE_BYTE, slot, rope_layout)
@@ -463,7 +463,7 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
                 smem = _words_of_half(ring, slot, slot if number < 4 else 1 - slot).slice(number % 4 * 32, 32, dim=1)
                 smem.store(_unpack(held[0], _load_scale(ring, number // 2, slot, row_layout)))
                 held = held[1:] + (_load_piece(keys, following_rows, number, 1 - slot, layout),)
-            mbarrier.arrive(ring.latent_ready.index(slot * 2 + 1 - slot), count=1)
+            mbarrier.arrive(ring.latent_ready.index(other), count=1)
             now = following
             following = ahead
             step += 1
