@@ -93,7 +93,8 @@ class Tally:
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
             case = report.nodeid.split("::")[-1]
-            self.add(case.split("[")[0], case, report.outcome, str(report.longrepr).strip().splitlines()[-1])
+            error = str(report.longrepr).strip().splitlines()[-1] if report.outcome == "failed" else ""
+            self.add(case.split("[")[0], case, report.outcome, error)
 
 
 def run_flash_mla(file, arguments, tally):

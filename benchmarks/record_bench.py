@@ -1,4 +1,5 @@
-"""The recorded runs of the measuring commands on this GPU, in one command; some three minutes on an H200.
+"""The recorded runs of the measuring commands on this GPU, in one command; minutes on an H200, two of them guide and
+regress.
 
     python benchmarks/record_bench.py OUT [--commit HASH] [--only guide,leetcuda,memory,regress,scale,features,train,...]
 
