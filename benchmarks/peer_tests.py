@@ -10,10 +10,11 @@
     python benchmarks/peer_tests.py flash-mla FlashMLA --cases 500
 
 Needs pytest, einops, and pytest-xdist for --workers. The names flash_attn and flash_attn_interface are answered by
-`flashtile.compat.install()`; nothing of the peer is built or imported but its test files. Cases are drawn with --seed, the same
-number from each test function (all of one that has fewer). Further options go to pytest. Exits with pytest's code; --report
-writes a JSON summary, again after each case, so that of a run that is stopped the part that ran is known. What fails for a
-reason is in docs/compat.md. Nearly all of the time is Triton's: each case compiles kernels of its own.
+`flashtile.compat.install()`; nothing of the peer is built or imported but its test files. Options of a call are drawn with
+--seed, and run at all lengths that the test has: other options need kernels of their own, whose compilation takes nearly all of
+the time. Each test function has the same number of cases, or all that it has if they are fewer. Further options go to pytest.
+Exits with pytest's code; --report writes a JSON summary, again after each case, so that of a run that is stopped the part that
+ran is known. What fails for a reason is in docs/compat.md.
 
 FlashMLA's dense decode test is a script: its cases are drawn in the same way, for bf16 and fp16, without its timing, which
 looks for a kernel by its name.
@@ -27,7 +28,8 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
-from math import prod
+from itertools import product
+from math import ceil, prod
 from pathlib import Path
 
 import torch
@@ -44,12 +46,19 @@ SUITES = {
 }
 # Names of the variables that carry arguments to the workers of pytest-xdist
 CASES, SEED, FUNCTIONS = "FLASHTILE_PEER_CASES", "FLASHTILE_PEER_SEED", "FLASHTILE_PEER_FUNCTIONS"
+# Parameters that change no kernel
+LENGTHS = {"seqlen", "seqlen_q", "seqlen_k"}
 
 
 def pytest_configure(config):
     from flashtile import compat
 
     compat.install()
+
+
+def pytest_runtest_teardown():
+    # To the workers that share the GPU
+    torch.cuda.empty_cache()
 
 
 def pytest_generate_tests(metafunc):
@@ -59,16 +68,22 @@ def pytest_generate_tests(metafunc):
         return
     names = [[name.strip() for name in mark.args[0].split(",")] for mark in marks]
     values = [list(mark.args[1]) for mark in marks]
-    total = prod(map(len, values))
-    wanted = min(total, -(-int(os.environ[CASES]) // int(os.environ[FUNCTIONS])))
+    is_lengths = [LENGTHS.issuperset(argnames) for argnames in names]
+    at_lengths = prod(len(choices) for choices, lengths in zip(values, is_lengths) if lengths)
+    total = prod(map(len, values)) // at_lengths
+    wanted = min(total, ceil(int(os.environ[CASES]) / int(os.environ[FUNCTIONS]) / at_lengths))
     drawn = random.Random(f"{os.environ[SEED]} {metafunc.function.__name__}").sample(range(total), wanted)
     cases = []
     for number in drawn:
-        case = []
-        for argnames, choices in zip(names, values):
-            number, index = divmod(number, len(choices))
-            case += list(choices[index]) if len(argnames) > 1 else [choices[index]]
-        cases.append(tuple(case))
+        options = []
+        for choices, lengths in zip(values, is_lengths):
+            if lengths:
+                options.append(choices)
+            else:
+                number, index = divmod(number, len(choices))
+                options.append(choices[index : index + 1])
+        for case in product(*options):
+            cases.append([x for argnames, value in zip(names, case) for x in (value if len(argnames) > 1 else [value])])
     metafunc.definition.own_markers[:] = [mark for mark in metafunc.definition.own_markers if mark.name != "parametrize"]
     metafunc.parametrize([name for argnames in names for name in argnames], cases)
 
