@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
 
 # 3.6 calls it thread_barrier
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -27,11 +26,6 @@ tma_store_wait = tma.store_wait
 allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
-    "TensorDescriptor", "allow_dependents", "async_copy", "current_stream", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TensorDescriptor", "allow_dependents", "async_copy", "fence_async_shared", "gl", "gluon", "mbarrier",
     "partition_barrier", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
-
-
-def current_stream(device_index):
-    """Handle of torch's current stream, as Triton asks for it before each launch."""
-    return driver.active.get_current_stream(device_index)

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
-from flashtile import hardware
+from flashtile import counters, hardware
 from flashtile.device import schedule
-from flashtile.device.compat import TensorDescriptor, current_stream, gl
+from flashtile.device.compat import TensorDescriptor, gl
 from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
@@ -78,7 +78,7 @@ def bind_forward(kernel, problem, config):
         if is_empty:
             return _without_keys(out, lse, operands.sinks)
         table = out.new_empty(table_size, dtype=torch.int32) if table_size else None
-        launches(*operands, out, lse, table, _counter(lse))
+        launches(*operands, out, lse, table, counters.zeros(lse, 2))
         return out, lse
 
     return call
@@ -154,24 +154,6 @@ def heads_in_groups(problem, config, num_tiles, num_sms):
     tail = min(total_heads, max(most, -(-4 * num_sms // (2 * num_tiles))))
     groups = -(-(total_heads - tail) // most)
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
-
-
-_counters = {}
-
-
-def _counter(x):
-    """int32 (2,) of 0 for x's device, which a kernel leaves as 0: one for each stream, whose kernels run one by one.
-
-    A captured graph gets one of its own, set to 0 by the graph: it may be replayed on any stream.
-    """
-    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
-        return x.new_zeros(2, dtype=torch.int32)
-    index = x.device.index
-    key = index, current_stream(index)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = x.new_zeros(2, dtype=torch.int32)
-    return counter
 
 
 def forward_arguments(problem, config, operands, out, lse, table, counter):
