@@ -56,6 +56,57 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+@pytest.mark.parametrize("name", ["several_queries", "sinks_split", "splits_3", "packed_append_differs"])
+def test_parts_merged_by_a_kernel_of_their_own(name, monkeypatch):
+    """As where they are many."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setattr(decode, "MERGED_BY_ONE", 0)
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float32)
+
+
+def test_counters_are_of_a_stream_or_of_a_captured_call(monkeypatch):
+    """Two calls that may run at the same time never count in the same memory."""
+    pytest.importorskip("triton")
+    from flashtile import counters
+    from flashtile.device import launcher
+
+    stream, capturing = 7, False
+    monkeypatch.setattr(launcher.driver, "_active", SimpleNamespace(get_current_stream=lambda index: stream))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(counters, "_of_stream", {})
+    monkeypatch.setattr(counters, "_reserves", {})
+    monkeypatch.setattr(counters, "RESERVED", 128)
+    made = []
+
+    def new_zeros(size, dtype):
+        made.append(torch.zeros(size, dtype=dtype))
+        return made[-1]
+
+    x = SimpleNamespace(is_cuda=True, get_device=lambda: 0, new_zeros=new_zeros)
+    capturing = True
+    assert counters.zeros(x, 3) is made[-1] and len(made) == 1
+    capturing = False
+    first = counters.zeros(x, 3)
+    assert counters.zeros(x, 2) is first and len(made) == 3
+    larger = counters.zeros(x, 5)
+    assert len(larger) == 5 and counters.zeros(x, 3) is larger
+    stream = 8
+    assert counters.zeros(x, 5) is not larger
+    capturing = True
+    captured = [counters.zeros(x, size) for size in (5, 33, 20)]
+    places = sorted((y.data_ptr(), y.numel() * 4) for y in captured)
+    assert all(begin + size <= following for (begin, size), (following, _) in zip(places, places[1:]))
+    assert [len(y) for y in captured] == [5, 33, 20]
+    # The reserve is used up
+    before = len(made)
+    assert counters.zeros(x, 1) is made[-1] and len(made) == before + 1
+
+
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
     """Bitwise the same alone and among others, as the docstring promises; interpreted kernels, real splits."""
     pytest.importorskip("triton")

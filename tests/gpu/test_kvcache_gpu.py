@@ -114,6 +114,32 @@ def test_bits_repeat(batch, num_splits):
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
+@pytest.mark.parametrize("num_splits", [0, 6])
+def test_graphs_and_calls_side_by_side(num_splits):
+    """Two graphs and a call on three streams at once: each counts the parts of its row tiles for itself."""
+    tensors, options = serving_call(2)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def call():
+        return flashtile.attention_with_kvcache(*tensors, num_splits=num_splits, return_lse=True, **options)
+
+    expected = call()
+    torch.cuda.synchronize()
+    graphs, results = [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            results += call()
+    for _ in range(200):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = call()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip((*results, *eager), expected * 3))
+
+
 def test_cuda_graph_reads_lengths_and_tables_anew():
     """A captured step of append, rotary embedding and attention follows the lengths, the table and the tokens in memory."""
     case = CacheCase("graph", lengths=(1000, 1000, 1000), new=1, capacity=1024, page_size=16, rotary_dim=64, causal=True)
