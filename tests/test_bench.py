@@ -170,14 +170,15 @@ def test_flags_of_a_case_give_the_case_back(packed):
 
     from flashtile.cli.common import ShapeFlags
 
-    case = BenchCase(3, 256, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0, 0.1, True, 16)
+    case = BenchCase(3, 256, 256, 8, 2, 192, 128, True, "fp16", (64, None), 30.0, 0.1, True, 16, True)
     if not packed:
         case = dataclasses.replace(case, seqlen_q=128, varlen=False)
     names = {"-b": "batch", "-s": "seqlen", "--seqlen-q": "seqlen_q", "--nheads": "nheads", "--nheads-kv": "nheads_kv",
              "-d": "headdim", "--dtype": "dtype", "--window": "window", "--softcap": "softcap",
              "--dropout": "dropout", "--page-size": "page_size"}  # fmt: skip
-    words, values = [word for word in shlex.split(case.flags()) if word not in ("--causal", "--varlen")], {"causal": True}
-    values["varlen"] = "--varlen" in case.flags()
+    words = [word for word in shlex.split(case.flags()) if word not in ("--causal", "--varlen", "--alibi")]
+    values = {"causal": True}
+    values["varlen"], values["alibi"] = "--varlen" in case.flags(), "--alibi" in case.flags()
     for flag, value in zip(words[::2], words[1::2], strict=True):
         values[names[flag]] = float(value) if flag in ("--softcap", "--dropout") else value
     assert ShapeFlags(**values).cases("bf16") == [case]
@@ -200,7 +201,7 @@ def test_packed_cases_count_their_own_tokens():
         assert case.problem().bytes_moved(mode) == sum(one.problem().bytes_moved(mode) for one in alone)
     assert case.problem().total_q == sum(case.lengths)
     old = SMALL.config()
-    del old["dropout"], old["varlen"], old["page_size"]
+    del old["dropout"], old["varlen"], old["page_size"], old["alibi"]
     assert BenchCase.from_config(old) == SMALL
 
 
@@ -219,6 +220,8 @@ GATED = [
     dataclasses.replace(SMALL, causal=True, seqlen_q=48, seqlen_k=80),
     dataclasses.replace(SMALL, causal=True, seqlen_q=80, seqlen_k=48),
     dataclasses.replace(SMALL, num_heads=4, window=(7, 3), softcap=5.0, dtype="bf16"),
+    dataclasses.replace(SMALL, causal=True, num_heads=4, num_heads_kv=2, seqlen_q=48, seqlen_k=80, alibi=True),
+    dataclasses.replace(SMALL, batch=2, softcap=5.0, alibi=True),
     dataclasses.replace(SMALL, head_dim=32, head_dim_v=16, batch=2, dtype="fp16"),
 ]
 
@@ -369,6 +372,7 @@ def test_refusals_carry_their_reason():
     report = bench.compare(cases, ["naive", "sdpa", "fa3"], ("fwd",), device="cpu", settings=QUICK)
     reasons = [(r.backend, r.status, r.reason) for r in report.results if not r.ok]
     assert ("sdpa", "refused", "SDPA has no softcap") in reasons
+    assert peers.BACKENDS["sdpa"].refusal(dataclasses.replace(SMALL, alibi=True), "fwd", "cpu") == "measured here without ALiBi"
     assert ("sdpa", "refused", "measured here without packed sequences (--varlen)") in reasons
     assert any(name == "sdpa" and "top-left" in reason for name, _, reason in reasons)
     assert ("fa3", "unavailable", "needs a GPU") in reasons
@@ -391,7 +395,7 @@ def test_deterministic_backend(monkeypatch):
     seen = []
     monkeypatch.setattr("flashtile.api.attention", lambda q, k, v, **options: seen.append(options["deterministic"]))
     for name in ("flashtile", "flashtile-deterministic"):
-        peers.BACKENDS[name].load("cpu")(None, None, None, SMALL)
+        peers.BACKENDS[name].load("cpu")(*make_inputs(SMALL, "cpu")[:3], SMALL)
     assert seen == [False, True]
     assert "without an option" in peers.BACKENDS["flashtile-deterministic"].refusal(SMALL, "decode", "cpu")
 

@@ -92,8 +92,9 @@ def test_seed_flags_work_unchanged(capsys):
 
 def test_other_shape_flags(capsys):
     code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--nheads-kv", "1", "--window", "-1,4", "--softcap",
-                                  "20", "--seqlen-q", "32", "--seed", "3")  # fmt: skip
+                                  "20", "--seqlen-q", "32", "--seed", "3", "--alibi")  # fmt: skip
     config = document["results"][0]["config"]
+    assert config["alibi"] is True and document["results"][0]["status"] == "ok"
     assert code == 0 and config["window"] == [None, 4] and config["softcap"] == 20 and config["nheads_kv"] == 1
     assert (config["seqlen_q"], config["seqlen_k"]) == (32, 64) and document["settings"]["seed"] == 3
 
@@ -104,7 +105,7 @@ def test_packed_sequences_dropout_and_pages(capsys):
     assert code == 0 and [row["status"] for row in document["results"]] == ["ok"] * 4
     config = document["results"][0]["config"]
     assert config["varlen"] is True and config["dropout"] == 0.1
-    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "decode", "--page-size", "16,24")
+    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "decode", "--page-size", "16,24", "--alibi")
     assert code == 0 and [row["config"]["page_size"] for row in document["results"]] == [16, 24]
     code = cli.main(["run", *QUICK, "--page-size", "16"])
     assert code == 2 and "page-size" in capsys.readouterr().err

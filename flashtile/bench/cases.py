@@ -32,7 +32,8 @@ class BenchCase:
     """One attention call to measure. Lengths in tokens; window counts keys left and right of the diagonal, None unbounded.
 
     varlen: sequences of different lengths, packed without padding, see `lengths`; seqlen is the longest. dropout: probability.
-    page_size: tokens in a page of the cache in the mode decode; 0 is a cache without pages.
+    page_size: tokens in a page of the cache in the mode decode; 0 is a cache without pages. alibi: the bias, with the slopes
+    2**(-8 h / num_heads) of heads h = 1, 2, ...
     """
 
     batch: int = 2
@@ -49,6 +50,7 @@ class BenchCase:
     dropout: float = 0.0
     varlen: bool = False
     page_size: int = 0
+    alibi: bool = False
 
     def __post_init__(self):
         for name in ("batch", "seqlen_q", "seqlen_k", "num_heads", "num_heads_kv", "head_dim", "head_dim_v"):
@@ -103,7 +105,8 @@ class BenchCase:
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
             window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
-            total_q=sum(self.lengths) if self.varlen else None, total_k=sum(self.lengths) if self.varlen else None,
+            has_alibi=self.alibi, total_q=sum(self.lengths) if self.varlen else None,
+            total_k=sum(self.lengths) if self.varlen else None,
         )  # fmt: skip
 
     def flops(self, mode: str) -> int:
@@ -118,7 +121,7 @@ class BenchCase:
             batch=self.batch, seqlen_q=self.seqlen_q, capacity=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
             cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=self.mask_window,
-            softmax_scale=self.head_dim**-0.5, softcap=self.softcap,
+            softmax_scale=self.head_dim**-0.5, softcap=self.softcap, has_alibi=self.alibi,
         )  # fmt: skip
 
     def latent_problem(self):
@@ -133,6 +136,10 @@ class BenchCase:
             softmax_scale=self.head_dim**-0.5,
         )  # fmt: skip
 
+    def alibi_slopes(self, device):
+        """(num_heads,) fp32, the same tensor each time, or None."""
+        return _alibi_slopes(self.num_heads, device) if self.alibi else None
+
     def label(self) -> str:
         """Short name of a row, such as `b8 s1024 h12 d64 causal bf16`."""
         seqlen = f"s{self.seqlen_k}" if self.seqlen_q == self.seqlen_k else f"sq{self.seqlen_q} sk{self.seqlen_k}"
@@ -144,6 +151,7 @@ class BenchCase:
         words += [f"dropout {self.dropout:g}"] if self.dropout else []
         words += [f"varlen {sum(self.lengths)} tokens"] if self.varlen else []
         words += [f"pages of {self.page_size}"] if self.page_size else []
+        words += ["alibi"] if self.alibi else []
         return " ".join([*words, self.dtype])
 
     @property
@@ -163,6 +171,7 @@ class BenchCase:
         words += ["--dropout", f"{self.dropout:g}"] if self.dropout else []
         words += ["--varlen"] if self.varlen else []
         words += ["--page-size", self.page_size] if self.page_size else []
+        words += ["--alibi"] if self.alibi else []
         return " ".join(map(str, [*words, "--dtype", self.dtype]))
 
     def config(self) -> dict:
@@ -177,6 +186,13 @@ class BenchCase:
         # Older records lack the newer fields.
         values = {field.name: config.get(_JSON_NAMES.get(field.name, field.name), field.default) for field in fields(cls)}
         return cls(**values | {"window": tuple(values["window"])})
+
+
+@lru_cache
+def _alibi_slopes(num_heads, device):
+    import torch
+
+    return 2.0 ** (torch.arange(1, num_heads + 1, dtype=torch.float32, device=device) * (-8 / num_heads))
 
 
 _JSON_NAMES = {"num_heads": "nheads", "num_heads_kv": "nheads_kv", "head_dim": "headdim", "head_dim_v": "headdim_v"}
@@ -268,6 +284,7 @@ class Shape:
     dropout: float | None = None
     varlen: bool | None = None
     page_size: str | None = None
+    alibi: bool | None = None
     total_tokens: str | None = None
     hidden: str | None = None
 
@@ -308,7 +325,7 @@ class Shape:
                 heads_kv = parse_ints(self.nheads_kv, "nheads-kv") if self.nheads_kv else [num_heads]
                 for kv, page_size in itertools.product(heads_kv, page_sizes):
                     cases.append(BenchCase(batch, seqlen_q, seqlen, num_heads, kv, dim, dim_v, causal, dtype, window, softcap,
-                                           self.dropout or 0.0, bool(self.varlen), page_size))  # fmt: skip
+                                           self.dropout or 0.0, bool(self.varlen), page_size, bool(self.alibi)))  # fmt: skip
         return cases
 
     def _quotients(self, name, total_name, divisor, default) -> list[int]:
@@ -367,12 +384,15 @@ PRESETS = {
     "leetcuda": Preset("sweep of small cases", (Shape("8,16", "256,512,1024", nheads="8,16", headdim="64,128"),)),
     "learn": _listed("the guide's comparison", (1, 1024, 8, 64), (1, 2048, 12, 128), (1, 4096, 16, 128)),
     "features": Preset(
-        "what the grid of the papers leaves out: grouped heads, windows, softcap, packed sequences, dropout, 128k tokens",
+        "what the papers' grid leaves out: grouped heads, windows, softcap, ALiBi, packed sequences, dropout, 128k tokens",
         (
             Shape("2", "8k", nheads="32", nheads_kv="4", headdim="128", causal="yes"),
             Shape("4", "4k", nheads="32", nheads_kv="1", headdim="64"),
-            Shape("2", "8k", nheads="16", headdim="128", window="1023,0"),
+            Shape("1", "16k", nheads="16", headdim="128", causal="yes"),
+            Shape("1", "16k", nheads="16", headdim="128", window="1023,0"),
+            Shape("2", "8k", nheads="16", headdim="128", causal="yes"),
             Shape("2", "8k", nheads="16", headdim="128", causal="yes", softcap=50.0),
+            Shape("2", "8k", nheads="16", headdim="128", causal="yes", alibi=True),
             Shape("1", "8k", nheads="16", headdim="192-128", causal="yes"),
             Shape("1", "128k", nheads="4", headdim="128", causal="yes"),
             Shape("4", "4k", nheads="16", headdim="96", causal="both"),

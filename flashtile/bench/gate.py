@@ -88,6 +88,7 @@ class Gate:
         self.batches, self.heads_kv = index // case.num_heads_kv, index % case.num_heads_kv
         self.heads_q = self.heads_kv[:, None] * case.group_size + torch.arange(case.group_size, device=self.device)
         self.case = replace(case, batch=self.checked, num_heads=case.group_size, num_heads_kv=1)
+        self.alibi_slopes = case.alibi_slopes(self.device)[self.heads_q] if case.alibi else None
         sliced = (self._queries(q), self._keys(k), self._keys(v), None if dout is None else self._queries(dout))
         self.reference = self._attend(*(None if x is None else x.double() for x in sliced))
         same_dtype = self._attend(*sliced)
@@ -126,17 +127,18 @@ class Gate:
         results = []
         for pair in range(0, case.batch, pairs_at_once):
             pairs = slice(pair, pair + pairs_at_once)
+            slopes = None if self.alibi_slopes is None else self.alibi_slopes[pairs]
             outs, dqs, dkv = [], [], None
             for row in range(0, case.seqlen_q, rows_at_once):
                 rows = range(row, min(case.seqlen_q, row + rows_at_once))
                 part = [q[pairs, rows.start : rows.stop], k[pairs], v[pairs]]
                 if dout is None:
                     with torch.no_grad():
-                        outs.append(naive_attention(*part, case, rows))
+                        outs.append(naive_attention(*part, case, rows, slopes))
                     continue
                 part = [x.detach().requires_grad_() for x in part]
                 with torch.enable_grad():
-                    out = naive_attention(*part, case, rows)
+                    out = naive_attention(*part, case, rows, slopes)
                 dq, *dkv_part = torch.autograd.grad(out, part, dout[pairs, rows.start : rows.stop])
                 outs.append(out.detach())
                 dqs.append(dq)

@@ -40,7 +40,7 @@ WEAK_SCALING = {1: (1.00, 1.0), 2: (1.92, 0.96), 4: (3.68, 0.92), 8: (6.88, 0.86
 def key(config: dict) -> tuple[int, int, int, int] | None:
     """The (batch, seqlen, heads, head dim) of a record's config, None for a kind of case that the guide has not."""
     plain = not config["causal"] and not config["softcap"] and config["window"] == [None, None]
-    plain = plain and not config.get("dropout") and not config.get("varlen")
+    plain = plain and not config.get("dropout") and not config.get("varlen") and not config.get("alibi")
     square = config["seqlen_q"] == config["seqlen_k"] and config["nheads"] == config["nheads_kv"]
     if not plain or not square or config["headdim"] != config["headdim_v"]:
         return None

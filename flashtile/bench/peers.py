@@ -34,7 +34,7 @@ class Refused(FlashtileError):
 class Backend:
     """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None.
 
-    dense, varlen, dropout, latent: whether it takes such cases here.
+    dense, varlen, dropout, alibi, latent: whether it takes such cases here.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Backend:
     dense: bool = True
     varlen: bool = False
     dropout: bool = False
+    alibi: bool = False
     latent: bool = False
     # Distribution whose version is recorded.
     package: str = "torch"
@@ -59,9 +60,13 @@ class Backend:
             return "packed sequences only: --varlen"
         if case.dropout and not self.dropout:
             return "measured here without dropout"
+        if case.alibi and not self.alibi:
+            return "measured here without ALiBi"
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
         if case.latent and mode == DECODE:
+            if case.alibi:
+                return "decoding over a latent cache has no ALiBi"
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:
@@ -84,7 +89,7 @@ def _flashtile_loader(deterministic):
 
         def attend(q, k, v, case):
             options = {"causal": case.causal, "window": case.window, "softcap": case.softcap, "dropout_p": case.dropout,
-                       "deterministic": deterministic}  # fmt: skip
+                       "deterministic": deterministic, "alibi_slopes": case.alibi_slopes(q.device)}  # fmt: skip
             if case.varlen:
                 return attention_varlen(q, k, v, **packing(case, q.device), **options)
             return attention(q, k, v, **options)
@@ -110,7 +115,8 @@ def cache_attend(k, v, case):
         return _latent_attend
     from flashtile.api import attention_with_kvcache
 
-    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap,
+               "alibi_slopes": case.alibi_slopes(k.device)}  # fmt: skip
     if not case.page_size:
         return lambda q, k, v, case: attention_with_kvcache(q, k, v, **options)
     pages_each = -(-case.seqlen_k // case.page_size)
@@ -183,10 +189,10 @@ def compile_ahead(q, k, v, case, forward_only) -> dict[str, float]:
     from flashtile import dispatch, ops
     from flashtile.problem import AttentionProblem, Operands
 
-    operands, lengths = Operands(q, k, v), {}
+    operands, lengths = Operands(q, k, v, alibi_slopes=case.alibi_slopes(q.device)), {}
     if case.varlen:
         lengths = packing(case, q.device)
-        operands = Operands(q, k, v, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_k"))
+        operands = operands._replace(cu_seqlens_q=lengths.pop("cu_seqlens_q"), cu_seqlens_k=lengths.pop("cu_seqlens_k"))
     if case.dropout:
         operands = operands._replace(rng_state=ops.draw_rng_state(q.device))
     problem = AttentionProblem.from_tensors(operands, causal=case.causal, window=case.window, softcap=case.softcap,
@@ -227,10 +233,11 @@ def hidden_keys(case, device, rows: range):
     return hidden, first_is_empty or last_is_empty
 
 
-def naive_attention(q, k, v, case, rows: range | None = None):
+def naive_attention(q, k, v, case, rows: range | None = None, alibi_slopes=None):
     """softmax(q kᵀ / sqrt(head_dim) + mask) v as one writes it in PyTorch: the scores are stored, in q's dtype.
 
-    q holds the query rows `rows` of the case (default all); shapes as in `make_inputs`, any dtype.
+    q holds the query rows `rows` of the case (default all); shapes as in `make_inputs`, any dtype. alibi_slopes: (batch, heads)
+    of a case with alibi, where q has not all heads of it.
     """
     rows = range(case.seqlen_q) if rows is None else rows
     if case.latent and q.shape[2] > 1:
@@ -243,6 +250,11 @@ def naive_attention(q, k, v, case, rows: range | None = None):
     scores = q @ k.transpose(-2, -1) * case.head_dim**-0.5
     if case.softcap:
         scores = case.softcap * torch.tanh(scores / case.softcap)
+    if case.alibi:
+        query = torch.arange(rows.start, rows.stop, device=q.device)[:, None] + case.seqlen_k - case.seqlen_q
+        distance = (query - torch.arange(case.seqlen_k, device=q.device)[None, :]).abs()
+        slopes = case.alibi_slopes(q.device) if alibi_slopes is None else alibi_slopes
+        scores = scores - (slopes[..., None, None] * distance).to(scores.dtype)
     hidden, some_row_is_empty = hidden_keys(case, q.device, rows)
     empty = None
     if some_row_is_empty:
@@ -394,7 +406,8 @@ def _load_flash_attn(device):
         raise Unavailable("not installed: pip install flash-attn (a package without flash_attn_func is in its place)")
 
     def attend(q, k, v, case):
-        options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": _minus_one(case), "softcap": case.softcap}
+        options = {"dropout_p": case.dropout, "causal": case.causal, "window_size": _minus_one(case), "softcap": case.softcap,
+                   "alibi_slopes": case.alibi_slopes(q.device)}  # fmt: skip
         if case.varlen:
             return module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), **options)
         return module.flash_attn_func(q, k, v, **options)
@@ -458,8 +471,13 @@ def _load_flex(device):
         block_mask = None
         if (left, right) != (None, None):
             block_mask = create_block_mask(visible, None, None, case.seqlen_q, case.seqlen_k, device=device)
-        cap = case.softcap
-        return block_mask, (lambda score, b, h, row, key: cap * torch.tanh(score / cap)) if cap else None
+        cap, slopes = case.softcap, case.alibi_slopes(device)
+
+        def changed(score, b, h, row, key):
+            score = cap * torch.tanh(score / cap) if cap else score
+            return score if slopes is None else score - slopes[h] * (row + shift - key).abs()
+
+        return block_mask, changed if cap or slopes is not None else None
 
     def attend(q, k, v, case):
         block_mask, score_mod = masks(case)
@@ -584,11 +602,11 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("flashtile", "this package", _flashtile_loader(False), _flashtile_refuses, varlen=True, dropout=True,
-                latent=True, package="flashtile"),
+                alibi=True, latent=True, package="flashtile"),
         Backend("flashtile-deterministic", "this package, deterministic=True", _flashtile_loader(True), _deterministic_refuses,
-                varlen=True, dropout=True, package="flashtile"),
+                varlen=True, dropout=True, alibi=True, package="flashtile"),
         Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
-                latent=True),
+                alibi=True, latent=True),
         Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses, dropout=True),
         Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses, dropout=True),
         Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses, dropout=True),
@@ -598,10 +616,10 @@ BACKENDS = {
         Backend("torch-varlen", "torch.nn.attention.varlen_attn", _load_torch_varlen, _torch_varlen_refuses, dense=False,
                 varlen=True),
         Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, varlen=True, dropout=True,
-                package="flash-attn"),
+                alibi=True, package="flash-attn"),
         Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, varlen=True, package="fa3-fwd"),
         Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, varlen=True, package="flash-attn-4"),
-        Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never),
+        Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never, alibi=True),
         Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),
         Backend("flashinfer", "FlashInfer, ragged prefill", _load_flashinfer, _flashinfer_refuses, backward=False, varlen=True,
                 package="flashinfer-python"),

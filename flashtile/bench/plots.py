@@ -122,7 +122,7 @@ def figures(documents) -> list[Plot]:
     lines = {}
     for (case, mode), rows in found.items():
         group = (mode, case.head_dim, case.head_dim_v, case.causal, case.dtype, case.window, case.softcap, case.dropout,
-                 case.varlen)
+                 case.varlen, case.alibi)
         for backend, row in rows.items():
             # Where only batch or heads differ, the largest one stands for the length
             kept = lines.setdefault(group, {}).setdefault(backend, {})
@@ -150,10 +150,11 @@ def _backends(documents) -> dict[str, str]:
 
 
 def _words(group) -> str:
-    mode, dim, dim_v, causal, dtype, window, softcap, dropout, varlen = group
+    mode, dim, dim_v, causal, dtype, window, softcap, dropout, varlen, alibi = group
     dims = f"{dim}" if dim == dim_v else f"{dim}-{dim_v}"
     more = (", window" if window != (None, None) else "") + (", softcap" if softcap else "")
     more += (", dropout" if dropout else "") + (", varlen" if varlen else "")
+    more += ", ALiBi" if alibi else ""
     return f"{mode}, head dim {dims}, {'causal' if causal else 'full'}, {dtype}{more}"
 
 

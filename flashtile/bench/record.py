@@ -21,7 +21,7 @@ from flashtile import settings
 SCHEMA = "flashtile-bench/1"
 STATUSES = ("ok", "mismatch", "unavailable", "refused", "skipped", "oom", "error")
 CONFIG_KEYS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_kv", "headdim", "headdim_v", "causal", "dtype", "window",
-               "softcap", "dropout", "varlen", "page_size")  # fmt: skip
+               "softcap", "dropout", "varlen", "page_size", "alibi")  # fmt: skip
 CSV_COLUMNS = (*CONFIG_KEYS, "backend", "mode", "status", "median_ms", "ci95_low_ms", "ci95_high_ms", "min_ms", "avg_ms",
                "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "kernel_ms", "event_ms",
                "wall_ms", "host_overhead_us", "compile_ms", "max_abs_error", "torch_same_dtype_error", "reason",

@@ -30,7 +30,7 @@ def _panel(panel):
 _shape, _timing, _output = _panel("Shape"), _panel("Measurement"), _panel("Output")
 Text, Number, Switch = str | None, float | None, bool | None
 # Shape flags of commands that look at attention, but not at a cache
-PACKED = ("dropout", "varlen")
+PACKED = ("dropout", "varlen", "alibi")
 
 
 @dataclass
@@ -52,17 +52,18 @@ class ShapeFlags:
     dropout: Annotated[Number, _shape("Dropout probability (0); results are checked without it.", "--dropout")] = None
     varlen: Annotated[bool, _shape("Packed sequences, log-uniformly from 1 to seqlen tokens long.", "--varlen")] = False
     page_size: Annotated[Text, _shape("Tokens in a page of the cache, with --mode decode.", "--page-size")] = None
+    alibi: Annotated[bool, _shape("Scores with ALiBi's bias, slopes 2^(-8 h / nheads).", "--alibi")] = False
     total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
     hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
 
-    def cases(self, dtype: str, one_query=False, takes=("dropout", "varlen", "page_size")):
+    def cases(self, dtype: str, one_query=False, takes=("dropout", "varlen", "page_size", "alibi")):
         """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given.
 
-        takes: of the three flags, those that the command has a use for.
+        takes: of these flags, those that the command has a use for.
         """
         from flashtile.bench.cases import Shape, UsageError, build_cases
 
-        for flag in ("dropout", "varlen", "page_size"):
+        for flag in ("dropout", "varlen", "page_size", "alibi"):
             if getattr(self, flag) and flag not in takes:
                 raise UsageError(f"{flag.replace('_', '-')}: expected none, this command measures without. "
                                  "flashtile run and compare take it.")  # fmt: skip
@@ -70,7 +71,8 @@ class ShapeFlags:
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
         if one_query:
             values["seqlen_q"] = self.seqlen_q or "1"
-        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype, "varlen": self.varlen or None}))
+        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype, "varlen": self.varlen or None,
+                                                   "alibi": self.alibi or None}))  # fmt: skip
 
 
 @dataclass

@@ -179,6 +179,7 @@ def _compiled(problem, plan, device, direction):
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
         empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
         starts, starts,
+        alibi_slopes=torch.empty(problem.num_heads, device="meta") if problem.has_alibi else None,
         rng_state=torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None,
     )  # fmt: skip
     with offline.launches(device.sm, sass=True) as reports:
