@@ -52,7 +52,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import counters, hardware
+from flashtile import hardware, workspace
 from flashtile.device import cache, masks, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
@@ -590,7 +590,7 @@ class Call:
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.tile_m
-        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
+        self.partial_size = self.partial_rows * (problem.head_dim_v + 1)
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch
@@ -637,8 +637,8 @@ class Call:
             if self.problem.varlen:
                 lse.fill_(float("-inf"))
         q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
-        partial = self.new_partial(q) if self.partial_rows else None
-        counts = counters.zeros(q, self.num_counters) if self.num_counters else None
+        partial = workspace.floats(q, self.partial_size) if self.partial_rows else None
+        counts = workspace.counters(q, self.num_counters) if self.num_counters else None
         self.launches(*operands, out, lse, q_rotated, partial, counts)
         return out, lse
 

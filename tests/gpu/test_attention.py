@@ -93,13 +93,15 @@ def _dim(draw, block):
 def random_case(seed):
     """Options of one of NUM_KINDS kinds, and a shape.
 
-    Of keys there are none, or many: with one or two, dq and dk are differences that cancel, but for the rounding of out in
-    delta, which is FlashAttention's own. Cases such as one_key show that this stays small.
+    Triton has kernels of their own for windows that are multiples of 16: a kind has all such or none. Of keys there are none,
+    or many: with one or two, dq and dk are differences that cancel, but for the rounding of out in delta, which is
+    FlashAttention's own. Cases such as one_key show that this stays small.
     """
     kind, draw = random.Random(seed % NUM_KINDS), random.Random(seed)
     block, block_v = kind.choice([64, 128, 256]), kind.choice([None, None, 64, 128, 256])
-    varlen, windowed = kind.random() < 0.4, kind.choice([0, 0, 1, 2])
+    varlen, windowed, odd = kind.random() < 0.4, kind.choice([0, 0, 1, 2]), kind.choice([0, 5])
     heads_kv = draw.choice([1, 2, 3])
+    left, right = (16 * draw.randint(0, 12) + odd for _ in range(2))
     lengths = None
     if varlen:
         lengths = tuple(
@@ -108,8 +110,8 @@ def random_case(seed):
     return Case(
         f"random_{seed}", seqlen_q=draw.choice([1, 63, 64, 113, 128, 300, 511]), seqlen_k=draw.choice([64, 97, 128, 255, 400]),
         batch=draw.choice([1, 2, 3]), heads=heads_kv * kind.choice([1, 1, 2, 4]), heads_kv=heads_kv,
-        head_dim=_dim(draw, block), head_dim_v=block_v and _dim(draw, block_v), causal=kind.random() < 0.5,
-        window=(None if windowed == 0 else draw.randint(0, 200), draw.randint(0, 200) if windowed == 2 else None),
+        head_dim=_dim(kind, block), head_dim_v=block_v and _dim(kind, block_v), causal=kind.random() < 0.5,
+        window=(left if windowed else None, right if windowed == 2 else None),
         softcap=kind.choice([0.0, 0.0, 5.0]), alibi=kind.choice([None, None, "heads", "batch"]),
         sinks=kind.choice([None, None, "fp32", "same"]), dropout_p=kind.choice([0.0, 0.0, 0.0, 0.25]), dlse=kind.random() < 0.3,
         layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths,
