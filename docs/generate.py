@@ -184,6 +184,29 @@ def host_overhead(record, name) -> str:
     return f"{caption}\n\n{markdown(['', *calls], lines)}"
 
 
+@of_record("ratios.json")
+def ratios(record, name) -> str:
+    """What features cost, over a call without and over the work."""
+    lines = [[row["feature"], {"fwd": "forward", "bwd": "backward"}[row["mode"]], f"{row['ms']:.3f}", f"{row['plain_ms']:.3f}",
+              f"{row['work']:.3f}", f"{row['cost']:.2f}", f"{row['fa3_ms']:.3f}" if "fa3_ms" in row else "-"]
+             for row in record["rows"]]  # fmt: skip
+    header = ["feature", "pass", "ms", "without, ms", "work over the work without", "time over work", "FA3, ms"]
+    caption = (f"Head dim 128, 16 heads, causal, bf16. Time over work: 1.00 is a feature that costs nothing beside its work. "
+               f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
+    return f"{caption}\n\n{markdown(header, lines)}"
+
+
+@of_record("peer-tests.json")
+def peer_tests(record, name) -> str:
+    """How many cases of the peers' own tests ran, and passed."""
+    lines = []
+    for run in record["runs"]:
+        count = {k: sum(outcomes.get(k, 0) for outcomes in run["outcomes"].values()) for k in ("passed", "skipped", "failed")}
+        lines.append([f"{run['suite']} @ {run['peer_commit']}", f"`{run['command']}`", sum(count.values()), *count.values()])
+    header = ["tests", "command", "cases", "passed", "skipped by the test itself", "failed"]
+    return f"{record['what']} Record: `benchmarks/results/{GPU}/{name}`.\n\n{markdown(header, lines)}"
+
+
 @of_record("forward-counters.json")
 def forward_counters(record, name) -> str:
     """Counters of Nsight Compute for the Hopper kernel beside FlashAttention-3's."""
@@ -379,6 +402,8 @@ TABLES = {
     "ladder-profile": ladder_profile,
     "forward-counters": forward_counters,
     "host-overhead": host_overhead,
+    "ratios": ratios,
+    "peer-tests": peer_tests,
     "decode": decode,
     "page-cost": page_cost,
     "mla": mla,

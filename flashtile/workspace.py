@@ -1,6 +1,7 @@
-"""Memory that kernels use within a call: of a stream, whose kernels run one by one, and kept for its next call.
+"""Memory that one kernel uses: of a stream, whose kernels run one by one, and kept for its next one.
 
-A captured call has memory of its own, for its graph may be replayed on any stream. On a CPU all is allocated anew.
+Not for what a kernel hands to the next: another thread may launch its own between the two. A captured call has memory of its
+own, for its graph may be replayed on any stream. On a CPU all is allocated anew.
 """
 
 import torch

@@ -590,7 +590,7 @@ class Call:
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.tile_m
-        self.partial_size = self.partial_rows * (problem.head_dim_v + 1)
+        partial_size = self.partial_rows * (problem.head_dim_v + 1)
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch
@@ -600,6 +600,9 @@ class Call:
         most_parts = plan.num_programs // plan.side + 1 if plan.balanced else plan.num_splits
         merged_by_one = plan.slots > 0 and rows * most_parts <= MERGED_BY_ONE
         self.num_counters = (plan.num_programs if plan.balanced else row_tiles) if merged_by_one else 0
+        # Between two kernels of this call another thread may launch some of its own
+        own_partial = fresh((partial_size,), torch.float32)
+        self.partial = (lambda q: workspace.floats(q, partial_size)) if merged_by_one else own_partial
         self.merges = plan.slots > 0 and not merged_by_one
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
@@ -637,7 +640,7 @@ class Call:
             if self.problem.varlen:
                 lse.fill_(float("-inf"))
         q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
-        partial = workspace.floats(q, self.partial_size) if self.partial_rows else None
+        partial = self.partial(q) if self.partial_rows else None
         counts = workspace.counters(q, self.num_counters) if self.num_counters else None
         self.launches(*operands, out, lse, q_rotated, partial, counts)
         return out, lse
