@@ -56,60 +56,6 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
-@pytest.mark.parametrize("name", ["several_queries", "sinks_split", "splits_3", "packed_append_differs"])
-def test_parts_merged_by_a_kernel_of_their_own(name, monkeypatch):
-    """As where they are many."""
-    pytest.importorskip("triton")
-    from flashtile.portable import decode
-
-    monkeypatch.setenv("FLASHTILE_TIER", "portable")
-    monkeypatch.setattr(decode, "MERGED_BY_ONE", 0)
-    with poisoned_memory():
-        check_cache(BY_NAME[name], torch.float32)
-
-
-def test_workspace_is_of_a_stream_or_of_a_captured_call(monkeypatch):
-    """Two calls that may run at the same time never count in the same memory, or write there."""
-    from flashtile import workspace
-
-    stream, capturing = 7, False
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
-    for kept in ("_counters", "_floats", "_reserves"):
-        monkeypatch.setattr(workspace, kept, {})
-    monkeypatch.setattr(workspace, "RESERVED", 128)
-    made = []
-
-    def new_zeros(size, dtype):
-        made.append(torch.zeros(size, dtype=dtype))
-        return made[-1]
-
-    x = SimpleNamespace(is_cuda=True, get_device=lambda: 0, new_zeros=new_zeros, new_empty=new_zeros)
-    capturing = True
-    assert workspace.counters(x, 3) is made[-1] and len(made) == 1
-    capturing = False
-    first = workspace.counters(x, 3)
-    assert workspace.counters(x, 2) is first and len(made) == 3
-    larger = workspace.counters(x, 5)
-    assert len(larger) == 5 and workspace.counters(x, 3) is larger
-    floats = workspace.floats(x, 9)
-    assert floats.dtype == torch.float32 and workspace.floats(x, 4) is floats and len(workspace.floats(x, 10)) == 10
-    floats = workspace.floats(x, 1)
-    stream = 8
-    assert workspace.floats(x, 10) is not floats
-    assert workspace.counters(x, 5) is not larger
-    capturing = True
-    assert workspace.floats(x, 4) is not workspace.floats(x, 4)
-    captured = [workspace.counters(x, size) for size in (5, 33, 20)]
-    places = sorted((y.data_ptr(), y.numel() * 4) for y in captured)
-    assert all(begin + size <= following for (begin, size), (following, _) in zip(places, places[1:]))
-    assert [len(y) for y in captured] == [5, 33, 20]
-    # The reserve is used up
-    before = len(made)
-    assert workspace.counters(x, 1) is made[-1] and len(made) == before + 1
-
-
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
     """Bitwise the same alone and among others, as the docstring promises; interpreted kernels, real splits."""
     pytest.importorskip("triton")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from flashtile import counters
 from flashtile.device.launch import Launches
 
 
@@ -150,3 +151,38 @@ def test_hooks_on_launches_see_them(launched_again):
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert (len(kernel.launches), len(launched_again)) == (3, 1)
+
+
+def test_counters_are_of_a_stream_or_of_a_captured_call(monkeypatch):
+    """Two calls that may run at the same time never count in the same memory."""
+    stream, capturing = 7, False
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
+    for kept in ("_of_stream", "_reserves"):
+        monkeypatch.setattr(counters, kept, {})
+    monkeypatch.setattr(counters, "RESERVED", 128)
+    made = []
+
+    def new_zeros(size, dtype):
+        made.append(torch.zeros(size, dtype=dtype))
+        return made[-1]
+
+    x = SimpleNamespace(is_cuda=True, get_device=lambda: 0, new_zeros=new_zeros)
+    capturing = True
+    assert counters.zeros(x, 3) is made[-1] and len(made) == 1
+    capturing = False
+    first = counters.zeros(x, 3)
+    assert counters.zeros(x, 2) is first and len(made) == 3
+    larger = counters.zeros(x, 5)
+    assert len(larger) == 5 and counters.zeros(x, 3) is larger
+    stream = 8
+    assert counters.zeros(x, 5) is not larger
+    capturing = True
+    captured = [counters.zeros(x, size) for size in (5, 33, 20)]
+    places = sorted((y.data_ptr(), y.numel() * 4) for y in captured)
+    assert all(begin + size <= following for (begin, size), (following, _) in zip(places, places[1:]))
+    assert [len(y) for y in captured] == [5, 33, 20]
+    # The reserve is used up
+    before = len(made)
+    assert counters.zeros(x, 1) is made[-1] and len(made) == before + 1

@@ -28,18 +28,15 @@ def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, nu
     dims = tl.arange(0, BLOCK_DIM)
     state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
     acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
-    for begin in tl.range(0, num_splits, CHUNK, num_stages=1):
+    for begin in range(0, num_splits, CHUNK):
         splits = begin + tl.arange(0, CHUNK)
         slots = tl.where(splits == 0, first, rest + splits * step).to(tl.int64)
         mask = (splits < num_splits)[:, None] & row_mask[None, :]
         # (CHUNK, ROWS)
-        # Past the L1 cache, for other programs of this kernel may have stored the parts
-        lse = tl.load(lse_ptrs[None, :] + (slots * lse_stride)[:, None], mask=mask, other=NEG_INF, cache_modifier=".cg")
-        lse = lse * LOG2_E
+        lse = tl.load(lse_ptrs[None, :] + (slots * lse_stride)[:, None], mask=mask, other=NEG_INF) * LOG2_E
         ptrs = out_ptrs[None, :, None] + (slots * out_stride)[:, None, None] + dims[None, None, :]
         # (CHUNK, ROWS, BLOCK_DIM); does not wait for lse
-        part = tl.load(ptrs, mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0, cache_modifier=".cg")
-        part = part.to(tl.float32)
+        part = tl.load(ptrs, mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0).to(tl.float32)
         row_max = tl.maximum(state.row_max, tl.max(lse, 0))
         reference = softmax.pivot(row_max)
         correction = tl.exp2(state.row_max - reference)

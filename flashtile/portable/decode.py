@@ -39,10 +39,12 @@ of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by warps):
     16, 8k, page 1             -     161      -      -     slot by slot
 
 Earlier, as time over 64x4: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 64x8 1.01 to 1.27; 32 keys and three programs to an SM
-0.98 to 1.15, four programs 1.02 to 1.35. What did not help: the merge in the kernel itself, by the last program of a row tile.
-With a counter a row tile it takes 2 to 3 us less at 512 and 2k keys (9.5 and 11.5), but 7 us more at 8k (30.0), and asks for
-memory that is zero when a call begins, whatever streams and graphs do; with a number of the call instead of the zeros it takes
-4 to 8 us more. A fixed number of splits is no faster than equal shares (1 of them 12.2 at 512 keys, 16 of them 22.0 at 8k).
+0.98 to 1.15, four programs 1.02 to 1.35. What did not help: the merge in the kernel itself, by the program that stores a row
+tile's last part. In the loop over key tiles it takes 30.0 us at 8k; behind it (which leaves that loop pipelined, and the host
+3.5 us less to do) 11.5 at 512 keys, 20.1 at 2k, 28.1 at 8k, and with 64 heads there 45.0, where `merge_parts` after it takes
+10.4, 14.1, 22.4 and 22.4: what many programs read at once, one reads chunk by chunk. With a number of the call in place of
+counters that are 0 before it takes 4 to 8 us more. A fixed number of splits is no faster than equal shares (1 of them 12.2 at
+512 keys, 16 of them 22.0 at 8k).
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -52,7 +54,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import hardware, workspace
+from flashtile import hardware
 from flashtile.device import cache, masks, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
@@ -74,8 +76,6 @@ MAX_SIDE = 8
 ONE_LOOP_ROWS = 16
 # Rows times parts of a program of merge_parts
 MERGED_AT_ONCE = 32
-# The most rows times parts of a row tile that the last program to store one merges
-MERGED_BY_ONE = 272
 
 
 class Partial(NamedTuple):
@@ -393,71 +393,20 @@ def _attend_share(
         page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, PAGES, TILE_N)
 
 
-@triton.jit
-def _merge_rows(batch, head, m_tile, rows, row_mask, lengths, first, rest, step, parts, out, lse, partial,
-                GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-                BLOCK_DV: tl.constexpr):  # fmt: skip
-    """Rows of a row tile, (ROWS,), from its parts in the slots of `merge_rows` to out and lse."""
-    merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows, TILE_M * HEAD_DIM_V, TILE_M, first,
-                                    rest, step, parts, row_mask, ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
-    heads = head * GROUP_SIZE + (m_tile * TILE_M + rows) % GROUP_SIZE
-    rows_q = (lengths.start_q + (m_tile * TILE_M + rows) // GROUP_SIZE).to(tl.int64)
-    dims = tl.arange(0, BLOCK_DV)
-    mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
-    tl.store(head_ptr(out, batch, rows_q, heads)[:, None] + dims[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
-    if lse is not None:
-        tl.store(head_ptr(lse, batch, rows_q, heads), merged_lse, mask=row_mask)
-
-
-@triton.jit
-def _is_last(counter, parts):
-    """Count a part of a row tile, which this program has stored: whether all others of it are stored too."""
-    # The stores of all threads come before the count of one
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
-    if is_last:
-        tl.store(counter, 0)
-    return is_last
-
-
-@triton.jit
-def _merge_share(shares, share, side, stop, counters, out, lse, partial, layout, seqlen_q, num_sequences, num_heads_kv,
-                 num_shares, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-                 SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ONE_LOOP: tl.constexpr, MERGED_ROWS: tl.constexpr):  # fmt: skip
-    """Of the first and the last row tile of a share, after it: count its part, and merge where it was the last to come."""
-    start = share * shares.share
-    for i in tl.range(2, num_stages=1):
-        position = tl.where(i == 0, start, stop - 1)
-        place = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK, ONE_LOOP)
-        begin = position - place.begin
-        share_of_first = begin // shares.share
-        parts = (begin + place.end - 1) // shares.share - share_of_first + 1
-        # Where both are one row tile the share has one part of it
-        if (parts > 1) & ((i == 0) | (begin > start)):
-            first = share_of_first * SIDE + side
-            if _is_last(counters + first, parts):
-                lengths = cache.load_cache_lengths(layout, place.batch, place.batch < num_sequences, seqlen_q)
-                rows = tl.arange(0, MERGED_ROWS)
-                row_mask = (rows < TILE_M) & ((place.m_tile * TILE_M + rows) // GROUP_SIZE < lengths.seqlen_q)
-                _merge_rows(place.batch, place.head, place.m_tile, rows, row_mask, lengths, num_shares * SIDE + first, first,
-                            SIDE, parts, out, lse, partial, GROUP_SIZE, TILE_M, MERGED_ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles"])
 def decode_attention(
-    q, k, v, out, lse, partial, counters, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
+    q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
     num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, SIDE: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, MERGED_ROWS: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: Rows or None. partial: Partial.
 
-    counters: None, or for each row tile a number that is 0 before and after: the program that stores its last part merges them,
-    MERGED_ROWS rows of TILE_M. num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits
-    1; not with BALANCED. ONE_LOOP: num_tiles is 1, and a share one loop. SIDE: heads side by side, which divides num_heads_kv
-    and the number of BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no
-    lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin.
+    num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
+    ONE_LOOP: num_tiles is 1, and a share one loop. SIDE: heads side by side, which divides num_heads_kv and the number of
+    BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths.
+    HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin.
     """
     program = tl.program_id(0)
     if HAS_DEPENDENT:
@@ -488,11 +437,6 @@ def decode_attention(
                              seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
                              HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
                 position += end - rest.begin
-        if counters is not None:
-            if share * shares.share < stop:
-                _merge_share(shares, share, side, stop, counters, out, lse, partial, layout, seqlen_q, num_sequences,
-                             num_heads_kv, num_shares, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, SIDE, BATCH_BLOCK, ONE_LOOP,
-                             MERGED_ROWS)  # fmt: skip
     else:
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
@@ -506,13 +450,6 @@ def decode_attention(
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                          descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
                          HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
-            if counters is not None:
-                if _is_last(counters + program // num_splits, num_splits):
-                    rows = tl.arange(0, MERGED_ROWS)
-                    row_mask = (rows < TILE_M) & ((m_tile * TILE_M + rows) // GROUP_SIZE < lengths.seqlen_q)
-                    first = program // num_splits * num_splits
-                    _merge_rows(batch, head, m_tile, rows, row_mask, lengths, first, first, 1, num_splits, out, lse, partial,
-                                GROUP_SIZE, TILE_M, MERGED_ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -561,20 +498,27 @@ def merge_parts(
         is_mine = batch < num_sequences
     lengths = cache.load_cache_lengths(layout, batch, is_mine, seqlen_q)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row_mask = is_mine & (rows < TILE_M) & ((m_tile * TILE_M + rows) // GROUP_SIZE < lengths.seqlen_q)
+    tokens = (m_tile * TILE_M + rows) // GROUP_SIZE
+    row_mask = is_mine & (rows < TILE_M) & (tokens < lengths.seqlen_q)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
     if is_mine:
         step: tl.constexpr = SIDE if BALANCED else 1
-        _merge_rows(batch, head, m_tile, rows, row_mask, lengths, first, rest, step, parts, out, lse, partial, GROUP_SIZE,
-                    TILE_M, ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows, TILE_M * HEAD_DIM_V, TILE_M, first,
+                                        rest, step, parts, row_mask, ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+        heads = head * GROUP_SIZE + (m_tile * TILE_M + rows) % GROUP_SIZE
+        rows_q = (lengths.start_q + tokens).to(tl.int64)
+        dims = tl.arange(0, BLOCK_DV)
+        mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
+        tl.store(head_ptr(out, batch, rows_q, heads)[:, None] + dims[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
+        if lse is not None:
+            tl.store(head_ptr(lse, batch, rows_q, heads), merged_lse, mask=row_mask)
 
 
 class Call:
-    """Append, attend, merge; the last two in one kernel where there is little to merge.
+    """Append, attend, merge: three launches at most. What stays the same from call to call is kept, compiled kernels too.
 
-    What stays the same from call to call is kept, compiled kernels too. Calls must have the shapes, strides, dtypes and
-    alignments of operands. config: tiles.DecodeConfig.
+    Calls must have the shapes, strides, dtypes and alignments of operands. config: tiles.DecodeConfig.
     """
 
     def __init__(self, problem, config, operands):
@@ -590,20 +534,12 @@ class Call:
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.tile_m
-        partial_size = self.partial_rows * (problem.head_dim_v + 1)
+        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch
         dependent = device.sm >= 90
-        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
-        most_parts = plan.num_programs // plan.side + 1 if plan.balanced else plan.num_splits
-        merged_by_one = plan.slots > 0 and rows * most_parts <= MERGED_BY_ONE
-        self.num_counters = (plan.num_programs if plan.balanced else row_tiles) if merged_by_one else 0
-        # Between two kernels of this call another thread may launch some of its own
-        own_partial = fresh((partial_size,), torch.float32)
-        self.partial = (lambda q: workspace.floats(q, partial_size)) if merged_by_one else own_partial
-        self.merges = plan.slots > 0 and not merged_by_one
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
             "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "BALANCED": plan.balanced,
@@ -614,9 +550,10 @@ class Call:
             "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
-            "MERGED_ROWS": triton.next_power_of_2(rows) if merged_by_one else 1, "HAS_DEPENDENT": dependent and self.merges,
+            "HAS_DEPENDENT": dependent and plan.slots > 0,
         }  # fmt: skip
         # The fewer parts, the more rows at once
+        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         parts = plan.num_splits or plan.num_programs // max(row_tiles, 1) + 2
         rows_at_once = min(triton.next_power_of_2(rows), max(1, MERGED_AT_ONCE // triton.next_power_of_2(parts)))
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
@@ -640,13 +577,12 @@ class Call:
             if self.problem.varlen:
                 lse.fill_(float("-inf"))
         q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
-        partial = self.partial(q) if self.partial_rows else None
-        counts = workspace.counters(q, self.num_counters) if self.num_counters else None
-        self.launches(*operands, out, lse, q_rotated, partial, counts)
+        partial = self.new_partial(q) if self.partial_rows else None
+        self.launches(*operands, out, lse, q_rotated, partial)
         return out, lse
 
     def start(self, launch, *tensors):
-        *operands, out, lse, q, partial, counts = tensors
+        *operands, out, lse, q, partial = tensors
         operands = CacheOperands(*operands)
         if q is None:
             q = operands.q
@@ -662,11 +598,11 @@ class Call:
         layout, window = layout_of(problem, operands), Window(*problem.window)
         launch(
             decode_attention, self.grid,
-            (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, counts, layout, window, score_params,
+            (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, layout, window, score_params,
              operands.sinks, Descales(operands.q_descale, operands.k_descale, operands.v_descale), *self.shape),
             self.constexprs, **self.options,
         )  # fmt: skip
-        if self.merges:
+        if partial is not None:
             launch(merge_parts, self.merge_grid, (*results, layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
 
