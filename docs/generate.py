@@ -202,7 +202,9 @@ def peer_tests(record, name) -> str:
     lines = []
     for run in record["runs"]:
         count = {k: sum(outcomes.get(k, 0) for outcomes in run["outcomes"].values()) for k in ("passed", "skipped", "failed")}
-        lines.append([f"{run['suite']} @ {run['peer_commit']}", f"`{run['command']}`", sum(count.values()), *count.values()])
+        note = f"; {run['note']}" if run["note"] else ""
+        tests, command = f"{run['suite']}, {run['peer_commit']}", f"`{run['command']}`{note}"
+        lines.append([tests, command, sum(count.values()), *count.values()])
     header = ["tests", "command", "cases", "passed", "skipped by the test itself", "failed"]
     return f"{record['what']} Record: `benchmarks/results/{GPU}/{name}`.\n\n{markdown(header, lines)}"
 
