@@ -3,19 +3,18 @@
     python benchmarks/ratios.py OUT.json [--commit HASH] [--rounds 7]
 
 bf16, head dim 128, random data, cold L2, forward and backward alone, medians of triton.testing.do_bench; the calls of a row
-take turns in rounds. A row has "ms", "plain_ms", "work" (FLOPs over those of the plain call) and "cost" (ms / plain_ms / work:
-1.0 is a feature that costs nothing). Packed sequences of equal lengths are compared with the same batch, and with
-FlashAttention-3's packed call where that is installed ("fa3_ms").
+take turns in rounds. A row has "us" of both calls, "work" (FLOPs over those of the plain call) and "cost" (the ratio of times
+over work: 1.0 is a feature that costs nothing). Packed sequences of equal lengths are compared with the same batch, and with
+FlashAttention-3's packed call where that is installed.
 """
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
 import torch
-from triton.testing import do_bench
+from decode import medians
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -94,21 +93,14 @@ def main():
                 "rounds": arguments.rounds, "rows": []}  # fmt: skip
     for name, base, case, function, work in rows():
         for mode in ("fwd", "bwd"):
-            calls = {"plain_ms": timed(plain, base, mode), "ms": timed(function, case, mode)}
+            calls = {"plain": timed(plain, base, mode), "flashtile": timed(function, case, mode)}
             if fa3 and name.startswith("packed") and mode == "fwd":
-                calls["fa3_ms"] = timed(packed(case, fa3), case, mode)
-            times = {key: [] for key in calls}
-            for _ in range(arguments.rounds):
-                for key, call in calls.items():
-                    times[key].append(do_bench(call, warmup=3, rep=20, return_mode="median"))
-            ms = {key: round(statistics.median(values), 4) for key, values in times.items()}
-            row = {"feature": name, "mode": mode, "config": case.config(), **ms, "work": round(work, 4),
-                   "cost": round(ms["ms"] / ms["plain_ms"] / work, 3)}  # fmt: skip
-            document["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            arguments.out.write_text(json.dumps(document, indent=1))
-            del calls
-            torch.cuda.empty_cache()
+                calls["fa3"] = timed(packed(case, fa3), case, mode)
+            us = medians(calls, arguments.rounds)
+            document["rows"].append({"feature": name, "mode": mode, "config": case.config(), "us": us, "work": round(work, 4),
+                                     "cost": round(us["flashtile"] / us["plain"] / work, 3)})  # fmt: skip
+            print(name, mode, us, document["rows"][-1]["cost"], flush=True)
+    arguments.out.write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -187,10 +187,12 @@ def host_overhead(record, name) -> str:
 @of_record("ratios.json")
 def ratios(record, name) -> str:
     """What features cost, over a call without and over the work."""
-    lines = [[row["feature"], {"fwd": "forward", "bwd": "backward"}[row["mode"]], f"{row['ms']:.3f}", f"{row['plain_ms']:.3f}",
-              f"{row['work']:.3f}", f"{row['cost']:.2f}", f"{row['fa3_ms']:.3f}" if "fa3_ms" in row else "-"]
-             for row in record["rows"]]  # fmt: skip
-    header = ["feature", "pass", "ms", "without, ms", "work over the work without", "time over work", "FA3, ms"]
+    lines = []
+    for row in record["rows"]:
+        times = [f"{row['us'][name]:.0f}" if name in row["us"] else "-" for name in ("flashtile", "plain", "fa3")]
+        mode = {"fwd": "forward", "bwd": "backward"}[row["mode"]]
+        lines.append([row["feature"], mode, *times, f"{row['work']:.3f}", f"{row['cost']:.2f}"])
+    header = ["feature", "pass", "µs", "without, µs", "FA3, µs", "work over the work without", "time over work"]
     caption = (f"Head dim 128, 16 heads, causal, bf16. Time over work: 1.00 is a feature that costs nothing beside its work. "
                f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
     return f"{caption}\n\n{markdown(header, lines)}"
