@@ -1,9 +1,11 @@
 """Compiling ahead, what a long first call says, and launching again without Triton's look at the arguments."""
 
 import logging
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,20 +111,36 @@ def test_warm_needs_a_gpu():
     assert process.returncode == 6 and "warm: no CUDA device here" in process.stderr
 
 
+def warm(cache, *more):
+    """The compiled kernels in a cache after `flashtile warm` of one case."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    words = "-m flashtile warm --batch 1 --seqlen 256 --nheads 2 --headdim 40 --causal".split()
+    process = subprocess.run([sys.executable, *words, *more], env=environment, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr
+    assert "b1 s256 h2 d40 causal bf16" in process.stdout and cache.name in process.stdout
+    return sorted(cache.rglob("*.cubin"))
+
+
 @pytest.mark.gpu
 def test_warm_fills_the_cache(tmp_path):
-    """A later process compiles nothing: its first call takes less than a second where the first process took more."""
-    import os
+    """A later process compiles nothing."""
+    kernels = warm(tmp_path)
+    assert kernels and warm(tmp_path) == kernels
 
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    words = "-m flashtile warm --batch 1 --seqlen 256 --nheads 2 --headdim 40 --causal".split()
-    process = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=200)
-    assert process.returncode == 0, process.stderr
-    assert "b1 s256 h2 d40 causal bf16" in process.stdout and str(tmp_path) in process.stdout
-    before = sorted(tmp_path.rglob("*.cubin"))
-    assert before
-    process = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=200)
-    assert process.returncode == 0 and sorted(tmp_path.rglob("*.cubin")) == before
+
+@pytest.mark.slow
+def test_warm_for_a_gpu_that_is_not_here(tmp_path):
+    pytest.importorskip("triton")
+    kernels = warm(tmp_path, "--target", "A100")
+    assert {"attention_forward", "attention_delta", "attention_dkdv", "attention_dq"} == {path.stem for path in kernels}
+    assert warm(tmp_path, "--target", "A100", "--forward-only") == kernels
+
+
+@pytest.mark.gpu
+def test_the_gpu_finds_what_was_compiled_without_it(tmp_path):
+    kernels = warm(tmp_path, "--target", torch.cuda.get_device_name())
+    assert kernels and warm(tmp_path) == kernels
 
 
 @pytest.mark.gpu

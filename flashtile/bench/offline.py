@@ -1,9 +1,12 @@
 """Compile kernels for a GPU that is not here, and read from the binary what they cost: registers, spills, shared memory.
 
-Two doors:
+Three doors:
 
     compile_kernel(kernel, args, constexprs, arch=90)    one kernel, its arguments given
+    compile_plan(problem, plan, 90, "forward")           the kernels of a plan of `dispatch`
     with launches(arch=90) as reports: launch(...)       every `kernel[grid](...)` inside compiles and runs nothing
+
+What was compiled lies in Triton's cache, where a process on that GPU finds it, see `flashtile warm --target`.
 
 Tensors may be on the "meta" device, so a shape of any size costs no memory. Works for Triton and Gluon kernels and needs
 no GPU; not under TRITON_INTERPRET=1, where nothing is compiled. Not for threads: the driver of the process is exchanged.
@@ -133,6 +136,40 @@ def compile_kernel(kernel, args=(), constexprs=None, *, num_warps=4, num_stages=
     with launches(arch, sass=sass, ptxas=ptxas) as reports:
         kernel[(1,)](*by_position, **by_name, **(constexprs or {}), num_warps=num_warps, num_stages=num_stages, **options)
     return reports[-1]
+
+
+def compile_plan(problem, plan, arch, direction, *, sass=False):
+    """Compile the kernels of a plan for sm_<arch>, without data: contiguous tensors, on the device "meta".
+
+    Args:
+        problem: AttentionProblem; without sinks and seqused.
+        plan: a dispatch.Plan of it, for the direction "forward" or "backward".
+        arch, sass: as in `launches`.
+    Returns:
+        list of CompiledReport.
+    """
+    import torch
+
+    from flashtile.problem import Operands
+
+    def empty(*shape, dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    rows_q, rows_k = ((problem.total_q,), (problem.total_k,)) if problem.varlen else (
+        (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k))  # fmt: skip
+    starts = empty(problem.batch + 1, dtype=torch.int32) if problem.varlen else None
+    operands = Operands(
+        empty(*rows_q, problem.num_heads, problem.head_dim, dtype=problem.dtype),
+        empty(*rows_k, problem.num_heads_kv, problem.head_dim, dtype=problem.dtype),
+        empty(*rows_k, problem.num_heads_kv, problem.head_dim_v, dtype=problem.dtype),
+        starts, starts,
+        alibi_slopes=empty(problem.num_heads, dtype=torch.float32) if problem.has_alibi else None,
+        rng_state=empty(2, dtype=torch.int64) if problem.dropout_p else None,
+    )  # fmt: skip
+    with launches(arch, sass=sass) as reports:
+        for job in plan.compile_jobs(problem, operands, direction):
+            job()
+    return reports
 
 
 def _report(compiled, arch, compile_s, sass, ptxas):

@@ -131,6 +131,7 @@ def _describe_latent(case, device):
 def _kernels(problem, device, direction, compile_kernels, progress):
     """Lines about the plan of one direction."""
     from flashtile import dispatch, settings
+    from flashtile.bench import offline
     from flashtile.errors import UnsupportedError
 
     try:
@@ -145,7 +146,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     if compile_kernels and device.arch != "cpu":
         progress.say(f"compiling the {direction} kernels for {device.arch}")
         try:
-            reports = _compiled(problem, plan, device, direction)
+            reports = offline.compile_plan(problem, plan, device.sm, direction, sass=True)
         except (ImportError, UnsupportedError) as error:
             yield f"            not compiled: {error}"
             return
@@ -159,30 +160,3 @@ def _tiles(config):
     heads = getattr(config, "heads", 1)
     words = f"{config.tile_m}x{config.tile_n} warps {config.num_warps} stages {config.num_stages}"
     return f"{words}, {heads} heads a tile" if heads > 1 else words
-
-
-def _compiled(problem, plan, device, direction):
-    """What the kernels of a plan compile to, from tensors without data."""
-    import torch
-
-    from flashtile.bench import offline
-    from flashtile.problem import Operands
-
-    def empty(seqlen, heads, dim):
-        rows = (problem.total_q,) if problem.varlen else (problem.batch, seqlen)
-        return torch.empty(*rows, heads, dim, dtype=problem.dtype, device="meta")
-
-    starts = torch.empty(problem.batch + 1, dtype=torch.int32, device="meta") if problem.varlen else None
-
-    operands = Operands(
-        empty(problem.seqlen_q, problem.num_heads, problem.head_dim),
-        empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim),
-        empty(problem.seqlen_k, problem.num_heads_kv, problem.head_dim_v),
-        starts, starts,
-        alibi_slopes=torch.empty(problem.num_heads, device="meta") if problem.has_alibi else None,
-        rng_state=torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None,
-    )  # fmt: skip
-    with offline.launches(device.sm, sass=True) as reports:
-        for job in plan.compile_jobs(problem, operands, direction):
-            job()
-    return reports

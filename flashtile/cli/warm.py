@@ -16,30 +16,49 @@ def warm(
     shape: ShapeFlags,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward kernels out.")] = False,
     device: Annotated[str, typer.Option("--device", help="cuda or cuda:N.")] = "cuda",
+    target: Annotated[
+        str, typer.Option("--target", help="Compile for a GPU that is not here: H200, A100, sm_90, ...")
+    ] = "",
 ) -> int:
-    """Compile the kernels of these cases ahead, and say how long each takes; needs the GPU that they are for.
+    """Compile the kernels of these cases ahead, and say how long each takes; on the GPU that they are for, or with --target.
 
     They land in Triton's cache, ~/.triton/cache or $TRITON_CACHE_DIR. Any number of processes may fill and read it at once.
-    Give it a folder in an image of a container, or one that the nodes of a cluster share.
+    Give it a folder in an image of a container, or one that the nodes of a cluster share. A cache that was filled elsewhere
+    is found where it lies at the same path, by the same versions of Python and Triton.
     """
     console = make_console()
     with Progress(True) as progress:
         progress.say("importing torch")
         import torch
 
-        if not torch.cuda.is_available():
-            complain("warm: no CUDA device here. Kernels are compiled on the GPU that they are for.")
+        if not target and not torch.cuda.is_available():
+            complain("warm: no CUDA device here. Name the GPU that the kernels are for: --target H200.")
             return MISSING
         cases = shape.cases("bf16", takes=PACKED)
         for case in cases:
             progress.say(f"compiling {case.label()}")
-            seconds, tiers = _warm(case, device, forward_only)
+            seconds, tiers = _compile(case, target, forward_only) if target else _warm(case, device, forward_only)
             progress.say("")
             console.print(f"{case.label():48}  {seconds:6.1f} s   {tiers}", highlight=False)
     from triton import knobs
 
     console.print(f"[dim]in {knobs.cache.dir}[/]", highlight=False)
     return OK
+
+
+def _compile(case, target, forward_only):
+    """(seconds, names of the tiers) of one case, for a GPU that need not be here."""
+    from flashtile import dispatch, hardware, settings
+    from flashtile.bench import offline
+    from flashtile.cli.explain import find_target
+
+    begin = time.perf_counter()
+    device, tiers = find_target(target, hardware), []
+    for direction in ("forward",) if forward_only else ("forward", "backward"):
+        plan = dispatch.plan(case.problem(), device, direction, settings.preferred_tiers())
+        offline.compile_plan(case.problem(), plan, device.sm, direction)
+        tiers.append(f"{direction}: {plan.tier}")
+    return time.perf_counter() - begin, ", ".join(tiers)
 
 
 def _warm(case, device, forward_only):
