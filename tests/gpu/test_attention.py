@@ -22,6 +22,9 @@ NUM_CONFIGURATIONS = int(os.environ.get("FLASHTILE_TEST_CONFIGURATIONS", "60"))
 NUM_REPEATS = int(os.environ.get("FLASHTILE_TEST_REPEATS", "100"))
 # more than one, so that several processes can share them
 NUM_CHUNKS = 15
+# Cases whose bits are compared
+REPEATED = ("causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both", "short_causal",
+            "short_varlen", "varlen_deterministic")  # fmt: skip
 # Kinds of calls among random configurations, each with kernels of its own, which take longer to compile than to run
 NUM_KINDS = 60
 
@@ -130,8 +133,7 @@ def test_random_configurations(tier, chunk, poisoned):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("name", ["causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both",
-                                  "short_causal", "short_varlen", "varlen_deterministic"])  # fmt: skip
+@pytest.mark.parametrize("name", REPEATED)
 def test_bits_repeat(tier, name, deterministic):
     """Many runs, the same bits: a race would move them."""
     case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)
