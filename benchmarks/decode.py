@@ -160,12 +160,17 @@ def host_us(function, calls=100, repeats=5):
     return round(min(times), 2)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed(doc):
+    """The arguments of a script that takes OUT.json, --commit and --rounds."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", help="commit to record where there is no .git")
     parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    arguments = parsed(__doc__)
     torch.manual_seed(0)
     copy_tbps = copy_rate(arguments.rounds)
     document = {"env": record.environment(torch.device("cuda", 0), arguments.commit), "copy_tbps": round(copy_tbps, 3),

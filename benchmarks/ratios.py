@@ -8,13 +8,12 @@ over work: 1.0 is a feature that costs nothing). Packed sequences of equal lengt
 FlashAttention-3's packed call where that is installed.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import torch
-from decode import medians
+from decode import medians, parsed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -80,11 +79,7 @@ def timed(function, case, mode):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--commit", help="commit to record where there is no .git")
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
+    arguments = parsed(__doc__)
     fa3 = None
     if peers.unavailable("fa3", "cuda") is None:
         peers.load("fa3", "cuda")

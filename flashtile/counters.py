@@ -15,7 +15,7 @@ def zeros(x, size):
 
     Kernels of one stream share them: they run one by one. A captured call has some of its own, for its graph may be replayed
     on any stream: of the reserve that the first call on a device makes, whose 0 it waits for, once in a process. Without that
-    call, or where the reserve is used up, the graph sets them to 0 itself, which takes it 1 us. On a CPU they are new.
+    call, or where the reserve is used up, the graph sets them to 0 itself, in one node more. On a CPU they are new.
     """
     if not x.is_cuda:
         return x.new_zeros(size, dtype=torch.int32)

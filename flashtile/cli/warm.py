@@ -53,10 +53,10 @@ def _compile(case, target, forward_only):
     from flashtile.cli.explain import find_target
 
     begin = time.perf_counter()
-    device, tiers = find_target(target, hardware), []
+    device, problem, tiers = find_target(target, hardware), case.problem(), []
     for direction in ("forward",) if forward_only else ("forward", "backward"):
-        plan = dispatch.plan(case.problem(), device, direction, settings.preferred_tiers())
-        offline.compile_plan(case.problem(), plan, device.sm, direction)
+        plan = dispatch.plan(problem, device, direction, settings.preferred_tiers())
+        offline.compile_plan(problem, plan, device.sm, direction)
         tiers.append(f"{direction}: {plan.tier}")
     return time.perf_counter() - begin, ", ".join(tiers)
 

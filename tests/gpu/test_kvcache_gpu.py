@@ -116,7 +116,7 @@ def test_bits_repeat(batch, num_splits):
 
 @pytest.mark.parametrize("num_splits", [0, 6])
 def test_graphs_and_calls_side_by_side(num_splits):
-    """Two graphs and a call on three streams at once: each counts the parts of its row tiles for itself."""
+    """Two graphs and a call on three streams at once: none writes into what another one uses."""
     tensors, options = serving_call(2)
     streams = [torch.cuda.Stream() for _ in range(3)]
 
