@@ -10,7 +10,7 @@ what it is found by 4.
 import torch
 
 from flashtile import dispatch, hardware, settings
-from flashtile.device.launch import Remembered, kind
+from flashtile.calls import Calls
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import nobody_observes, unobserved
 
@@ -27,8 +27,7 @@ torch.library.define(
 )
 _NUM_TENSORS = len(CacheOperands._fields)
 _LENGTHS = CacheOperands._fields.index("cache_seqlens")
-# Calls by their kind
-_BOUND = Remembered()
+_CALLS = Calls()
 
 
 def _bind(operands, options):
@@ -38,26 +37,19 @@ def _bind(operands, options):
     return plan.module.bind_decode(problem, plan.configs, operands)
 
 
-def _run(operands, options, key):
-    """(out, lse or None) of a checked call."""
+def _run(operands, options, asked):
+    """(out, lse or None) of a checked call. asked: the options that a repeated one is found by."""
     call = _bind(operands, options)
-    if key is not None and operands.q.is_cuda and not settings.debug():
+    if operands.q.is_cuda and not settings.debug():
         # On a CPU the values of lengths and tables are checked in each call
-        _BOUND[key] = call
+        _CALLS.keep(operands, asked, call)
     with hardware.on_device_of(operands.q):
         return call(operands)
 
 
 def _known(tensors, options):
-    """(key, bound call of a repeated one); None each, if need be. What this is asked about may be of any type."""
-    if settings.debug():
-        return None, None
-    try:
-        key = kind(tensors, options)
-        return key, _BOUND.get(key)
-    except (AttributeError, TypeError, RuntimeError):
-        # Not a tensor, one without an address, or without a hash: the checks say so
-        return None, None
+    """The bound call of a repeated one, or None."""
+    return None if settings.debug() else _CALLS.find(tensors, options)
 
 
 def _again(call, tensors):
@@ -69,8 +61,8 @@ def _again(call, tensors):
 
 def _op(*arguments):
     operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
-    key, call = _known(operands, options)
-    out, lse = _run(operands, options, key) if call is None else _again(call, operands)
+    call = _known(operands, options)
+    out, lse = _run(operands, options, options) if call is None else _again(call, operands)
     return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
 
 
@@ -103,18 +95,19 @@ def attention_with_kvcache(tensors, options):
         operands = CacheOperands(*tensors)
         check_cache_arguments(operands, CacheOptions.of_call(*options))
         tensors = operands._replace(cache_seqlens=_lengths(operands))
-    key, call = _known(tensors, options) if nobody_observes() else (None, None)
+    call = _known(tensors, options) if nobody_observes() else None
     if call is None or torch.is_grad_enabled() and _differentiable(tensors):
-        out, lse = _checked(CacheOperands(*tensors), CacheOptions.of_call(*options), key)
+        out, lse = _checked(CacheOperands(*tensors), options)
     else:
         out, lse = _again(call, tensors)
     return (out, lse) if options[-1] else out
 
 
-def _checked(operands, options, key):
+def _checked(operands, asked):
+    options = CacheOptions.of_call(*asked)
     check_cache_arguments(operands, options)
     if unobserved(operands):
-        return _run(operands, options, key)
+        return _run(operands, options, asked)
     return (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
 
 

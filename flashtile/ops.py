@@ -9,7 +9,8 @@ from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
 
 from flashtile import dispatch, flops, hardware, settings
-from flashtile.device.launch import Remembered, kind
+from flashtile.calls import Calls
+from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import AttentionProblem, Operands, check_arguments, values_readable
 
@@ -105,13 +106,7 @@ class _Call:
         return plan.first(direction, self.problem, function, operands, *tensors), function
 
 
-# By _key
-_CALLS = Remembered()
-
-
-def _key(operands, options):
-    """All that a call depends on, but its data."""
-    return kind(operands, settings.preferred_tiers(), options)
+_CALLS = Calls()
 
 
 def _known(operands, options) -> _Call | None:
@@ -119,21 +114,18 @@ def _known(operands, options) -> _Call | None:
     if operands.cu_seqlens_q is not None and values_readable(operands.q):
         # Its values are checked each time
         return None
-    try:
-        return _CALLS.get(_key(operands, options))
-    except (AttributeError, TypeError, RuntimeError):
-        # Not a tensor, or without a hash: the checks say so
-        return None
+    return _CALLS.find(operands, options)
 
 
 def _described(operands, options) -> _Call:
     """The call, checked."""
     call = _known(operands, options)
     if call is None:
-        problem, key = _problem(operands, options), _key(operands, options)
-        call = _CALLS.get(key)
+        problem = _problem(operands, options)
+        call = _CALLS.find(operands, options)
         if call is None:
-            call = _CALLS[key] = _Call(problem, options, operands)
+            call = _Call(problem, options, operands)
+            _CALLS.keep(operands, options, call)
     return call
 
 

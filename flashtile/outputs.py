@@ -1,8 +1,14 @@
 """Memory for the results of a call, with little host time: what follows from shapes is worked out once for many calls."""
 
 from math import prod
+from threading import get_ident
 
 import torch
+
+# Scratch memory that is kept: bytes of a stream, and how many of these
+KEPT_BYTES, MAX_KEPT = 64 << 20, 64
+# By device, stream and thread
+_kept = {}
 
 
 def fresh(shape, dtype=None, zeros=False):
@@ -17,6 +23,36 @@ def fresh(shape, dtype=None, zeros=False):
     if dtype is None:
         return lambda like: like.new_empty_strided(shape, strides)
     return lambda like: like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def scratch(size):
+    """The function of a tensor that gives (size,) or more numbers of fp32 on its device, for kernels of one call alone.
+
+    Calls of one thread and one stream get the same memory: their kernels run one after the other. Larger ones, captured ones
+    and those on a CPU get some of their own.
+    """
+    new = fresh((size,), torch.float32)
+    if size * 4 > KEPT_BYTES:
+        return new
+
+    def of_stream(like):
+        if not like.is_cuda:
+            return new(like)
+        index = like.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        # The default stream can't be captured
+        if stream and torch._C._cuda_isCurrentStreamCapturing():
+            return new(like)
+        # With the thread: another one's kernels may come between those of a call
+        key = index, stream, get_ident()
+        kept = _kept.get(key)
+        if kept is None or kept.shape[0] < size:
+            if len(_kept) >= MAX_KEPT:
+                _kept.clear()
+            kept = _kept[key] = new(like)
+        return kept
+
+    return of_stream
 
 
 def forward_outputs(problem, cleared):

@@ -13,8 +13,9 @@ import torch
 
 import flashtile
 from flashtile import dispatch
+from flashtile.calls import MAX_GLANCES, Calls, Glance, kind
 from flashtile.device.launch import MAX_REMEMBERED, Remembered
-from flashtile.ops import _Call, _key
+from flashtile.ops import _Call
 from flashtile.problem import AttentionProblem, Operands
 
 
@@ -41,26 +42,77 @@ def test_a_long_first_call_says_what_it_compiles(seconds, is_cuda, lines, caplog
         assert plan.first("forward", PROBLEM, function, operands) == "result" and len(caplog.messages) == 1
 
 
+def calls_of_other_kinds():
+    """(tensors, options) of a call, of the same again, and of calls that differ from it in one thing each."""
+    options = (None, None, True, (None, None), None, 0.0, 0.0, False, False)
+    q, k, v = torch.randn(3, 2, 8, 4, 16)
+    slopes = torch.ones(2, 4)
+    shifted = torch.randn(q.numel() + 1)[1:].view(q.shape)
+    tensors = [
+        (q.transpose(1, 2).contiguous().transpose(1, 2), k, v), (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+        (shifted, k, v), (q, k, shifted), (q.half(), k.half(), v.half()), (q[:, :4], k, v), (q.as_subclass(OnGpu), k, v),
+    ]  # fmt: skip
+    more = [{"alibi_slopes": slopes}, {"alibi_slopes": slopes[0]}, {"sinks": slopes[0]}, {"sinks": torch.zeros(4).half()},
+            {"alibi_slopes": torch.ones(9)[1:].view(2, 4)}]  # fmt: skip
+    others = [(Operands(*x), options) for x in tensors] + [(Operands(q, k, v, **x), options) for x in more]
+    others += [(Operands(q, k, v), (*options[:-1], True)), (Operands(q, k, v), (*options[:2], False, *options[3:]))]
+    return (Operands(q, k, v), options), (Operands(*torch.randn(3, 2, 8, 4, 16)), options), others
+
+
 def test_calls_of_one_kind_have_one_key():
     """Strides, alignment, dtypes of index tensors and options tell calls apart; not the data."""
-    options = (None, None, True, (None, None), None, 0.0, 0.0, False, False)
+    call, again, others = calls_of_other_kinds()
+    assert kind(*call) == kind(*again) and hash(kind(*call)) == hash(kind(*again))
+    assert len({kind(*call), *(kind(*other) for other in others)}) == 1 + len(others)
 
-    def key(q, k, v, options=options, **more):
-        return _key(Operands(q, k, v, **more), options)
 
-    x = torch.randn(3, 2, 8, 4, 16)
-    same = key(*x)
-    assert same == key(*torch.randn(3, 2, 8, 4, 16)) and hash(same) == hash(key(*x))
-    strided = torch.randn(2, 4, 8, 16).transpose(1, 2)
-    shifted = torch.randn(2 * 8 * 4 * 16 + 1)[1:].view(2, 8, 4, 16)
-    slopes = torch.ones(2, 4)
-    keys = [
-        same, key(strided, *x[1:]), key(x[0], strided, x[2]), key(shifted, *x[1:]), key(x[0], x[1], shifted),
-        key(*x, alibi_slopes=slopes), key(*x, alibi_slopes=slopes[0]), key(*x, sinks=slopes[0]),
-        key(*x, alibi_slopes=torch.ones(9)[1:].view(2, 4)), key(*x.half()), key(*x, sinks=torch.zeros(4).half()),
-        key(*x, options=(*options[:-1], True)), key(*x, options=(*options[:2], False, *options[3:])),
-    ]  # fmt: skip
-    assert len(set(keys)) == len(keys)
+def test_a_call_is_found_by_its_kind_alone(monkeypatch):
+    """At a glance from the second time on; where torch has no guards by its kind."""
+    call, again, others = calls_of_other_kinds()
+    for guards in (Calls(), Calls()):
+        guards.keep(*call, "prepared")
+        for _ in range(3):
+            assert guards.find(*again) == "prepared"
+            assert [guards.find(*other) for other in others] == [None] * len(others)
+        for i, other in enumerate(others):
+            guards.keep(*other, i)
+        for _ in range(3):
+            assert [guards.find(*other) for other in others] == list(range(len(others)))
+        assert guards.find(*call) == "prepared" and all(len(latest) <= MAX_GLANCES for latest in guards.latest.values())
+        monkeypatch.setattr("flashtile.calls.TensorGuards", None)
+    assert not guards.latest
+
+
+def test_the_tiers_of_the_environment_are_part_of_a_kind(monkeypatch):
+    (tensors, options), *_ = calls_of_other_kinds()
+    calls = Calls()
+    calls.keep(tensors, options, "any")
+    monkeypatch.setenv("FLASHTILE_TIER", "reference")
+    assert calls.find(tensors, options) is None
+
+
+def test_a_glance_takes_no_look_at_the_kind(monkeypatch):
+    call, again, _ = calls_of_other_kinds()
+    calls = Calls()
+    calls.keep(*call, "prepared")
+    assert calls.find(*again) == "prepared"
+    monkeypatch.setattr("flashtile.calls.kind", lambda *_: pytest.fail("described"))
+    assert calls.find(*call) == "prepared"
+
+
+def test_options_without_a_hash_are_not_kept():
+    (tensors, options), *_ = calls_of_other_kinds()
+    options = (*options[:3], [None, None], *options[4:])
+    calls = Calls()
+    calls.keep(tensors, options, "prepared")
+    assert calls.find(tensors, options) is None
+
+
+def test_no_glance_at_what_has_none():
+    """One tensor in two places, in torch's guards; one that is not aligned; none absent, none present."""
+    x = torch.randn(2, 8, 4, 16)
+    assert Glance.possible((x, x.clone(), None)) and not Glance((x, x, None)).fits((x, x, None))
+    assert not Glance.possible((x, x.view(-1)[1:], None)) and not Glance.possible((x, x.clone()))
 
 
 class OnGpu(torch.Tensor):

@@ -8,20 +8,13 @@ launcher, in a function that is compiled for the kind: a walk through nested arg
 MAX_REMEMBERED = 4096
 
 
-def kind(tensors, *more) -> tuple:
-    """What tells calls of one kind from others: `more`, and of each tensor that is there all but its data."""
-    return more, *[
-        x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
-    ]  # fmt: skip
-
-
 class Launches:
     """The kernels of one kind of call, launched one after the other.
 
     Calls are of one kind if their tensors have the same shapes, strides, dtypes, device and alignment to 16 bytes, and all else
-    is equal (`kind`). start(launch, *tensors) launches the kernels by `launch(kernel, grid, arguments, constexprs, **options)`,
-    as launch_now is called. What arguments hold at any depth, or describe for TMA, are the tensors themselves, or views of
-    those that share memory with no other. Nothing else in them may change from call to call. No tensor is kept.
+    is equal (`calls.kind`). start(launch, *tensors) launches the kernels by `launch(kernel, grid, arguments, constexprs,
+    **options)`, as launch_now is called. What arguments hold at any depth, or describe for TMA, are the tensors themselves, or
+    views of those that share memory with no other. Nothing else in them may change from call to call. No tensor is kept.
     """
 
     __slots__ = ("again", "seen", "start")

@@ -3,7 +3,7 @@
 import torch
 
 from flashtile import hardware, settings
-from flashtile.device.launch import Remembered, kind
+from flashtile.calls import Calls
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
 
@@ -22,8 +22,7 @@ torch.library.define(
 )
 _NUM_TENSORS = len(MlaOperands._fields)
 _OPTION_NAMES = ("head_dim_v", "softmax_scale", "causal", "lse_with_sinks")
-# Calls by their kind
-_BOUND = Remembered()
+_CALLS = Calls()
 
 
 def _describe(arguments):
@@ -46,10 +45,10 @@ def _decode(*arguments):
         # The values of lengths and tables are checked in each call
         call = _bind(arguments)
     else:
-        key = kind(operands, settings.preferred_tiers(), *arguments[_NUM_TENSORS:])
-        call = _BOUND.get(key)
+        call = _CALLS.find(operands, arguments[_NUM_TENSORS:])
         if call is None:
-            call = _BOUND[key] = _bind(arguments)
+            call = _bind(arguments)
+            _CALLS.keep(operands, arguments[_NUM_TENSORS:], call)
     with hardware.on_device_of(operands.q):
         return call(operands)
 

@@ -62,7 +62,7 @@ from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.scores import ScoreParams, params_of
 from flashtile.device.tensors import head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
-from flashtile.outputs import fresh
+from flashtile.outputs import fresh, scratch
 from flashtile.portable import append
 from flashtile.portable.arguments import layout_of
 from flashtile.portable.combine import merge_rows
@@ -534,7 +534,7 @@ class Call:
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.tile_m
-        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
+        self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + 1))
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch

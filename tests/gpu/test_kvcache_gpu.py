@@ -2,6 +2,7 @@
 
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -138,6 +139,22 @@ def test_graphs_and_calls_side_by_side(num_splits):
             eager = call()
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip((*results, *eager), expected * 3))
+
+
+def test_threads_on_one_stream():
+    """Kernels of one thread's call come between those of another's: their partial results are not in one place."""
+    tensors, options = serving_call(2)
+    q, *rest = tensors
+    queries = [q, q.flip(0), q.flip(1), -q]
+
+    def results(query):
+        torch.cuda.synchronize()
+        return [flashtile.attention_with_kvcache(query, *rest, **options) for _ in range(300)]
+
+    expected = [results(query)[-1] for query in queries]
+    with ThreadPoolExecutor(len(queries)) as threads:
+        found = list(threads.map(results, queries))
+    assert all(torch.equal(x, y) for outs, y in zip(found, expected) for x in outs)
 
 
 def test_cuda_graph_reads_lengths_and_tables_anew():
