@@ -11,7 +11,7 @@ try:
 except ImportError:
     TensorGuards = None
 
-# Kinds with equal options that are tried by a glance
+# At calls with equal options, and at those of one kind
 MAX_GLANCES = 4
 
 
@@ -58,27 +58,26 @@ class Calls:
     """What was prepared for calls, by the kind of their tensors, their options, and the tiers that the environment prefers."""
 
     def __init__(self):
-        # [prepared, Glance or None] each; the kinds that came last once more by all but their tensors
-        self.by_kind, self.latest = Remembered(), Remembered()
+        # (prepared, glances) each: guards also tell apart what kinds don't, tensors that require gradients from others
+        self.by_kind = Remembered()
+        # By all but tensors: (prepared, glance) of the calls that came last
+        self.latest = Remembered()
 
     def find(self, tensors, options):
         """What keep was given for calls of this kind, or None. What this is asked about may be of any type."""
         try:
             more = settings.preferred_tiers(), options
-            latest = self.latest.get(more)
-            if latest is not None:
-                for prepared, glance in latest:
-                    if glance.fits(tensors):
-                        return prepared
-            known = self.by_kind.get(kind(tensors, more))
-            if known is None:
-                return None
-            # Not for a kind that comes once
-            if known[1] is None and Glance.possible(tensors):
-                known[1] = Glance(tensors)
-            if known[1] is not None:
-                self.latest[more] = [known, *(x for x in latest or () if x is not known)][:MAX_GLANCES]
-            return known[0]
+            latest = self.latest.get(more, ())
+            for prepared, glance in latest:
+                if glance.fits(tensors):
+                    return prepared
+            prepared, glances = self.by_kind.get(kind(tensors, more), (None, ()))
+            if prepared is not None and len(glances) < MAX_GLANCES and Glance.possible(tensors):
+                # Not before the second call: many kinds come once
+                glances.append((prepared, Glance(tensors)))
+            if glances:
+                self.latest[more] = [glances[-1], *(x for x in latest if x is not glances[-1])][:MAX_GLANCES]
+            return prepared
         except (AttributeError, RuntimeError, TypeError, ValueError):
             # Not a tensor, one without an address, or without a hash: the checks say so
             return None
@@ -87,6 +86,6 @@ class Calls:
         """Have find give `prepared` from now on; not for options without a hash, such as a list."""
         key = kind(tensors, (settings.preferred_tiers(), options))
         try:
-            self.by_kind[key] = [prepared, None]
+            self.by_kind[key] = prepared, []
         except TypeError:
             pass

@@ -290,6 +290,7 @@ CASES = [
     Case("varlen_empties", lengths=_EMPTIES, causal=True),
     Case("varlen_all_empty", lengths=((0, 0), (0, 0))),
     Case("varlen_tail", lengths=_RAGGED_CROSS, tail=9),
+    Case("varlen_no_queries", lengths=((0, 33),), tail=5, heads=1, heads_kv=1, alibi="batch", sinks="fp32"),
     Case("varlen_window", lengths=_RAGGED_CROSS, window=(12, 6), tail=3),
     Case("varlen_used", lengths=_RAGGED, used=((30, 25), (0, 1), (64, 80)), causal=True),
     Case("varlen_used_k", lengths=_RAGGED_CROSS, used=((None, 50), (None, 0), (None, 64)), head_dim=40),

@@ -92,12 +92,14 @@ def test_the_tiers_of_the_environment_are_part_of_a_kind(monkeypatch):
 
 
 def test_a_glance_takes_no_look_at_the_kind(monkeypatch):
+    """At tensors that require gradients and at others, in turn."""
     call, again, _ = calls_of_other_kinds()
+    leaves = again[0]._replace(q=again[0].q.clone().requires_grad_()), again[1]
     calls = Calls()
     calls.keep(*call, "prepared")
-    assert calls.find(*again) == "prepared"
+    assert calls.find(*again) == calls.find(*leaves) == "prepared"
     monkeypatch.setattr("flashtile.calls.kind", lambda *_: pytest.fail("described"))
-    assert calls.find(*call) == "prepared"
+    assert calls.find(*call) == calls.find(*leaves) == "prepared"
 
 
 def test_options_without_a_hash_are_not_kept():

@@ -66,6 +66,7 @@ LENGTHS = [
     [(300, 500)],
     [(0, 5), (129, 64), (0, 3), (128, 256), (1, 0), (0, 0)],
     [(64, 64)] * 40,
+    [(0, 5), (0, 0)],
 ]
 
 
@@ -92,6 +93,7 @@ def test_packed_tiles(lengths, used):
         for b, (q, k) in enumerate(seqlens) for tile in range(-(-q // tile_m)) for head in range(heads)
     ]  # fmt: skip
     assert table[0].item() * heads == len(expected)
+    assert 0 <= table[8] < len(lengths)
     listed = torch.full((len(expected), 7), -1, dtype=torch.int32)
     for last_first in (False, True):
         _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, last_first)

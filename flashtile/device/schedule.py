@@ -86,8 +86,8 @@ def _clear_rest(out, lse, first_row, total_q, num_heads, dim, BLOCK: tl.constexp
 def plan_packed(table, packing, out, lse, batch, max_tiles, total_q, num_heads, dim, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
     """The first program writes the table for `packed_tile_of_unit`; others clear rows behind the last sequence.
 
-    table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence; the last words hold
-    the first tile of each sequence. out: (total_q, num_heads, dim). lse: (num_heads, total_q).
+    table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
+    since all programs read one; then each one's first tile. out: (total_q, num_heads, dim). lse: (num_heads, total_q).
     """
     if tl.program_id(0) == 0:
         _write_table(table, packing, batch, max_tiles, TILE_M, BLOCK)
@@ -108,7 +108,7 @@ def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: 
         total += tl.sum(num_tiles, 0)
     tl.store(table, total)
     tl.debug_barrier()
-    for begin in range(0, total, BLOCK):
+    for begin in range(0, tl.maximum(total, 1), BLOCK):
         tile = begin + tl.arange(0, BLOCK)
         # The last sequence that begins at or before the tile: of those that begin at one tile, all others are empty
         low = tl.zeros((BLOCK,), tl.int32)
@@ -122,7 +122,7 @@ def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: 
             remaining = (remaining + 1) // 2
         lengths = load_lengths(packing, low, 0, 0)
         entry = table + ENTRY * (1 + tile)
-        inside = tile < total
+        inside = tile < tl.maximum(total, 1)
         tl.store(entry, low, mask=inside)
         tl.store(entry + 1, tl.load(first_tile + low), mask=inside)
         tl.store(entry + 2, tl.cdiv(lengths.seqlen_q, TILE_M), mask=inside)

@@ -97,14 +97,14 @@ def random_case(seed):
     """Options of one of NUM_KINDS kinds, and a shape.
 
     Triton has kernels of their own for windows that are multiples of 16: a kind has all such or none. Of keys there are none,
-    or many: with one or two, dq and dk are differences that cancel, but for the rounding of out in delta, which is
+    or many: with a few, dq and dk are differences that cancel, but for the rounding of out in delta, which is
     FlashAttention's own. Cases such as one_key show that this stays small.
     """
     kind, draw = random.Random(seed % NUM_KINDS), random.Random(seed)
     block, block_v = kind.choice([64, 128, 256]), kind.choice([None, None, 64, 128, 256])
     varlen, windowed, odd = kind.random() < 0.4, kind.choice([0, 0, 1, 2]), kind.choice([0, 5])
     heads_kv = draw.choice([1, 2, 3])
-    left, right = (16 * draw.randint(0, 12) + odd for _ in range(2))
+    left, right = (16 * max(1, draw.randint(0, 12)) + odd for _ in range(2))
     lengths = None
     if varlen:
         lengths = tuple(
