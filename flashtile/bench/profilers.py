@@ -117,7 +117,7 @@ def missing(tool: str, on_gpu: bool) -> str | None:
 
 def metric_names(wanted: str, sm: int) -> list[str]:
     """ncu's names of a set on the chip of sm_<sm>; all first names where ncu can't be asked."""
-    known = _chip_metrics(sm)
+    known = chip_metrics(sm)
     chosen = []
     for meaning in SETS[wanted]:
         names = [name for name in METRICS[meaning] if not known or name.split(".")[0] in known or name.startswith("launch__")]
@@ -125,7 +125,8 @@ def metric_names(wanted: str, sm: int) -> list[str]:
     return chosen
 
 
-def _chip_metrics(sm: int) -> set[str]:
+def chip_metrics(sm: int) -> set[str]:
+    """What ncu has on the chip of sm_<sm>, without the part after the point; empty where it can't be asked."""
     chip = _CHIPS.get(sm)
     if chip is None or shutil.which("ncu") is None:
         return set()
