@@ -230,6 +230,24 @@ def forward_counters(record, name) -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
+@of_record("attention-counters.json")
+def attention_counters(record, name) -> str:
+    """What each head dim's main kernel keeps busy, forward and backward."""
+    s, lines = record["settings"], []
+    busy = ("tensor", "issue", "exponentials", "fma", "shared")
+    for row in record["rows"]:
+        waits = max((name for name in row if name.startswith("stalled_")), key=row.get)
+        lines.append([row["backend"], row["mode"], row["headdim"], "causal" if row["causal"] else "full",
+                      f"{row['time_ns'] / 1e3:.0f}", *(f"{row[what + '_percent']:.0f}%" for what in busy),
+                      f"{waits.removeprefix('stalled_')} {row[waits]:.1f}"])  # fmt: skip
+    caption = (f"Nsight Compute, {s['dtype']}, batch {s['batch']}, {s['seqlen']} tokens, 2048 / head dim heads; of the cycles in "
+               f"which an SM is active. Warps that wait: at each issued instruction, the most frequent reason. "
+               f"Command: `{s['command']}`. {provenance(record, name)}")  # fmt: skip
+    header = ["", "pass", "head dim", "mask", "µs", "tensor cores", "issue slots", "exponentials", "fp32 pipe", "shared memory",
+              "warps that wait"]  # fmt: skip
+    return f"{caption}\n\n{markdown(header, lines)}"
+
+
 @of_record("ladder-counters.json")
 def ladder_profile(record, name) -> str:
     """Counters of Nsight Compute, one row a rung and kernel."""
@@ -408,6 +426,7 @@ TABLES = {
     "host-overhead": host_overhead,
     "ratios": ratios,
     "peer-tests": peer_tests,
+    "attention-counters": attention_counters,
     "decode": decode,
     "page-cost": page_cost,
     "mla": mla,

@@ -11,6 +11,7 @@
 `auto` is event on a GPU and cpu without one. Nothing here changes the state of a GPU.
 """
 
+import gc
 import time
 from dataclasses import dataclass
 
@@ -248,6 +249,8 @@ def peak_memory(fn, device) -> int | None:
     """Bytes that fn had allocated at its peak, beyond what was allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
+    # What earlier calls left in cycles would be freed inside, and hide as much of this one
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -200,7 +200,7 @@ def memory_table(console, report: Report, limit: int, where: str) -> None:
         needed = [inputs_bytes(case, r.mode) + r.predicted_mem_bytes for r in pair]
         fitting = [name for name, num_bytes in zip(("naive", "flash"), needed) if num_bytes <= limit]
         word = {2: "both", 0: "neither"}.get(len(fitting), f"{fitting[0]} only" if fitting else "")
-        table.add_row(case.label(), *cells, f"{ratio(used[0] / used[1])}x", *([word] if limit else []))
+        table.add_row(case.label(), *cells, f"{ratio(used[0] / used[1])}x" if used[1] else "-", *([word] if limit else []))
     console.print()
     console.print(table)
     reasons(console, report.results)
