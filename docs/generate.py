@@ -240,8 +240,8 @@ def attention_counters(record, name) -> str:
         lines.append([row["backend"], row["mode"], row["headdim"], "causal" if row["causal"] else "full",
                       f"{row['time_ns'] / 1e3:.0f}", *(f"{row[what + '_percent']:.0f}%" for what in busy),
                       f"{waits.removeprefix('stalled_')} {row[waits]:.1f}"])  # fmt: skip
-    caption = (f"Nsight Compute, {s['dtype']}, batch {s['batch']}, {s['seqlen']} tokens, 2048 / head dim heads; of the cycles in "
-               f"which an SM is active. Warps that wait: at each issued instruction, the most frequent reason. "
+    caption = (f"Nsight Compute, {s['dtype']}, batch {s['batch']}, {s['seqlen']} tokens, 2048 / head dim heads; of the cycles "
+               f"in which an SM is active. Warps that wait: at each issued instruction, the most frequent reason. "
                f"Command: `{s['command']}`. {provenance(record, name)}")  # fmt: skip
     header = ["", "pass", "head dim", "mask", "µs", "tensor cores", "issue slots", "exponentials", "fp32 pipe", "shared memory",
               "warps that wait"]  # fmt: skip
