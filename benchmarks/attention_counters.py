@@ -121,7 +121,7 @@ def main():
         words = [f"{name} {value:.4g}" if isinstance(value, float) else str(value) for name, value in row.items()]
         print("  ".join(words))
     settings = {"batch": BATCH, "seqlen": SEQLEN, "nheads": f"{WIDTH} / headdim", "dtype": "bf16", "counters": COUNTERS,
-                "command": "python benchmarks/attention_counters.py OUT.json"}  # fmt: skip
+                "command": "python benchmarks/attention_counters.py"}  # fmt: skip
     document = {"env": record.environment(torch.device("cuda"), arguments.commit), "settings": settings, "rows": []}
     lines = ",\n  ".join(map(json.dumps, measured))
     text = json.dumps(document, indent=1).replace('"rows": []', f'"rows": [\n  {lines}\n ]')
