@@ -44,9 +44,9 @@ at 16384; causal half of it), and 63 and 47 us of memory bandwidth (4.27 TB/s) f
 and 54 us when L2 is warm, 72 us and as much when it is cold: at 512 tokens a quarter of the whole. A tile of keys costs 3 to 4
 us besides its steps of 2 to 2.4 us each.
 
-Limit (counters not recorded, of the version that added dq through the TMA unit): the shared-memory pipe, 86% busy at head dim
-128 (tensor cores 69%): a 64 x 128 step was 2560 tensor cycles and 3200 wavefronts, 512 of them for what is added to dq on its
-way through shared memory. Hence nothing is read twice that registers can hold.
+Limit (attention-counters.json, 8192 tokens): the shared-memory pipe, 79% busy at head dim 64 and 88% at 128 (tensor cores 63%,
+78%): a 64 x 128 step is 2560 tensor cycles. At 256 (72%, tensor cores 59%) two partitions wait for each other, 11 warps at each
+instruction, and for their tiles. Hence nothing is read twice that registers can hold.
 
 What helped, as time before over time after in one run each (H200, torch 2.11, Triton 3.6; 16384 tokens, bf16, random data;
 do_bench, medians of two or three shuffled rounds, +-2%; not recorded):

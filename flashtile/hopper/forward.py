@@ -31,9 +31,9 @@ and score option, dropout, packed calls. Refuses other dtypes, and strides that 
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
-What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters beside FA3's in forward-counters.json):
-- long sequences: the tensor pipe, active 98% of the cycles at head dim 256 full, 82% and 85% at 128 causal and full (8192 keys;
-  FA3 96%, 86% full; before LAZY 84% at head dim 256 causal, FA3 95%), and then the power limit (1.5 to 1.6 GHz).
+What limits it (times in benchmarks/results/nvidia-h200/paper.json; attention-counters.json, FA3's in forward-counters.json):
+- long sequences: the tensor pipe, active 98% of the cycles at head dim 256 full and 95% causal, 84% and 82% at 128 (8192 keys;
+  FA3 96%, 95%, 86% full; before LAZY 84% at head dim 256 causal), and then the power limit (1.5 to 1.6 GHz).
 - by the clock in the loop: a step takes 2058 clocks at head dim 256 full, 2153 causal (2400 before LAZY), 2400 at head dim 128
   with both; the products take 2048. All programs alike within 1%, so it is the consumers' loop, neither memory nor schedule.
   Which order of exponentials, sums and corrections ptxas chooses for code that says the same moves a step by 300 clocks.
@@ -42,7 +42,7 @@ What limits it (times in benchmarks/results/nvidia-h200/paper.json; counters bes
 - shared memory at head dim 256, by arithmetic: a step of 64 keys takes 2048 clocks of the tensor pipe, and 2048 of 128 bytes
   from shared memory (1792 with half of the queries in registers; with FA3's tiles of 80 keys, which Gluon's powers of two do
   not allow, 95% of its clocks).
-- head dim 64: exponentials take as long as products.
+- head dim 64: exponentials take as long as products: their unit is busy 65% of the time, the tensor pipe 63%, issue slots 54%.
 - a border by the clock, causal 1024 keys, where it takes a third of the time: head dim 128 3980 clocks (received 200, its keys
   and queries there 670, products started 1380, first softmax done 2700, p v done 2710, out scaled 3160, in shared memory 3510,
   stored 3720), in which products take 1024; both consumers are in it at once. Head dim 256 10800, of which 1750 are a wait for
