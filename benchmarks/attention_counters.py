@@ -8,8 +8,6 @@ flashtile's, are left out. Needs ncu on the PATH and the right to read counters.
 """
 
 import argparse
-import csv
-import io
 import itertools
 import json
 import subprocess
@@ -89,9 +87,9 @@ def measure(sm) -> list[dict]:
                "off", "--kernel-name", f"regex:{MAIN}", "--metrics", ",".join(counters.values()),
                sys.executable, __file__, "--call"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    if '"ID"' not in done.stdout:
+    launches = profilers.ncu_rows(done.stdout)
+    if not launches:
         raise SystemExit(f"ncu saw no kernel:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    launches = list(csv.DictReader(io.StringIO(done.stdout[done.stdout.index('"ID"') :])))[1:]
     wanted = rows()
     if len(launches) != len(wanted):
         names = "\n".join(launch["Kernel Name"][:100] for launch in launches)

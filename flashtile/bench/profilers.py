@@ -161,15 +161,17 @@ def ncu_kernels(out: str) -> list[Kernel]:
     return parse_ncu(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
 
 
-def parse_ncu(text: str) -> list[Kernel]:
-    """Launches of `ncu --csv --page raw --print-units base`: a line of names, one of units, then one a launch."""
+def ncu_rows(text: str) -> list[dict]:
+    """A row a launch of `ncu --csv --page raw --print-units base`: a line of names, one of units, then one a launch."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        return []
-    rows = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]
+    return [] if start is None else list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]
+
+
+def parse_ncu(text: str) -> list[Kernel]:
+    """The launches of `ncu_rows`, by what their metrics mean."""
     kernels = []
-    for row in rows:
+    for row in ncu_rows(text):
         metrics = {}
         for meaning, names in METRICS.items():
             value = next((row[name] for name in names if row.get(name)), None)
