@@ -98,6 +98,17 @@ def padded_dim(head_dim: int, itemsize: int) -> int:
     return max(64 if itemsize == 2 else 16, 1 << (head_dim - 1).bit_length())
 
 
+def live_columns(head_dim: int, block: int) -> int:
+    """Columns of a block that a product has to read: a power of two of its right half, and the left one; the rest is zeros.
+
+    block: `padded_dim`. Tiles are powers of two, products need not be: 80, 96, 160 and 192 columns are two slices.
+    """
+    half = block // 2
+    if block == 64 or head_dim <= half:
+        return block
+    return half + max(16, 1 << (head_dim - half - 1).bit_length())
+
+
 def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int, dropout: bool = False) -> int:
     """Estimate of a block's shared memory: the tiles that stay, num_stages of those that stream, and the mask of dropout."""
     both = (block_d + block_dv) * itemsize

@@ -14,7 +14,7 @@ from flashtile.device.masks import Window
 from flashtile.device.scores import params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
-from flashtile.tiles import padded_dim
+from flashtile.tiles import live_columns, padded_dim
 
 ROWS = 64
 # Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
@@ -180,7 +180,8 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     queries = ROWS // config.heads
     diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % queries
     constexprs = {
-        "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads, "TILE_N": config.tile_n,
+        "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
+        "LIVE_D": live_columns(problem.head_dim, block_d), "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,

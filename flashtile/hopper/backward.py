@@ -132,7 +132,7 @@ from flashtile.hopper import arguments
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients
 from flashtile.problem import Operands
-from flashtile.tiles import padded_dim
+from flashtile.tiles import live_columns, padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
@@ -421,6 +421,19 @@ def _start(row_smem, zeros, layout: gl.constexpr):
 
 
 @gluon.jit
+def _rows_product(a, b, acc, LIVE: gl.constexpr):
+    """Start acc + a bᵀ of rows in shared memory, whose columns past LIVE are zeros: see `tiles.live_columns`."""
+    BLOCK: gl.constexpr = a.shape[1]
+    if LIVE == BLOCK:
+        return warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
+    else:
+        HALF: gl.constexpr = BLOCK // 2
+        acc = warpgroup_mma(a.slice(0, HALF, dim=1), b.slice(0, HALF, dim=1).permute((1, 0)), acc, is_async=True)
+        return warpgroup_mma(a.slice(HALF, LIVE - HALF, dim=1), b.slice(HALF, LIVE - HALF, dim=1).permute((1, 0)), acc,
+                             is_async=True)  # fmt: skip
+
+
+@gluon.jit
 def _start_scores(row_smem, zeros, score_params, layout: gl.constexpr):
     """As _start; a softcap acts on q kᵀ alone, so there `_weights` adds the row's number."""
     if score_params.softcap is None:
@@ -516,12 +529,12 @@ def _start_dp(row_smem, zeros, dropout, layout: gl.constexpr):
 
 @gluon.jit
 def _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout: gl.constexpr, TILE_M: gl.constexpr,
-              BLOCK_DV: gl.constexpr, DOUT_STAGES: gl.constexpr):  # fmt: skip
+              BLOCK_DV: gl.constexpr, LIVE_DV: gl.constexpr, DOUT_STAGES: gl.constexpr):  # fmt: skip
     """Start dp of a step, of the slot step % DOUT_STAGES; returns it, and dout and neg_delta in shared memory."""
     mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
     dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
     neg_delta = buffers.neg_delta.index(slot)
-    dp_acc = warpgroup_mma(v, dout.permute((1, 0)), _start_dp(neg_delta, zeros, dropout, layout), is_async=True)
+    dp_acc = _rows_product(v, dout, _start_dp(neg_delta, zeros, dropout, layout), LIVE_DV)
     return dp_acc, dout, neg_delta
 
 
@@ -539,8 +552,12 @@ def _dscores(p_grad, dp, row_smem, dropout, layout: gl.constexpr):
 
 @gluon.jit
 def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED: gl.constexpr):
-    """A finished (HALF_N, DIM) tile of dk or dv, through shared memory; TMA leaves out rows past the length."""
-    smem.reshape([HALF_N, DIM]).store(tile.to(smem.dtype))
+    """A finished (HALF_N, DIM) tile of dk or dv, or its left columns, through shared memory; TMA leaves out rows past the
+    length."""
+    tile_smem = smem.reshape([HALF_N, DIM])
+    if tile.shape[1] < DIM:
+        tile_smem = tile_smem.slice(0, tile.shape[1], dim=1)
+    tile_smem.store(tile.to(smem.dtype))
     fence_async_shared()
     partition_barrier()
     if PACKED:
@@ -645,12 +662,15 @@ def _add_piece(dq_sum, piece):
 @gluon.jit
 def _add_dq(
     dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, step, zeros, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns."""
     HALVES: gl.constexpr = TILE_N // HALF_N
-    PIECES: gl.constexpr = TILE_M * BLOCK_D // PIECE // PIECE
+    PIECES_A_ROW: gl.constexpr = BLOCK_D // PIECE
+    # Those of zeros alone are left out
+    LIVE_PIECES: gl.constexpr = (LIVE_D + PIECE - 1) // PIECE
+    PIECES: gl.constexpr = TILE_M // PIECE * LIVE_PIECES
     slot = step % DSCORES_STAGES
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
     dq_tile = dq_sum + stats_row.to(gl.int64) * BLOCK_D
@@ -661,17 +681,18 @@ def _add_dq(
                 mbarrier.wait(barriers.dscores_ready.index(HALVES * slot + half), _phase(step, DSCORES_STAGES))
             k = buffers.k.index(half).reshape([HALF_N, BLOCK_D])
             if BLOCK_D > PIECE:
-                k = k.slice(piece % (BLOCK_D // PIECE) * PIECE, PIECE, dim=1)
+                k = k.slice(piece % LIVE_PIECES * PIECE, PIECE, dim=1)
             dscores = buffers.dscores[half].index(slot)
             if TILE_M > PIECE:
-                dscores = dscores.slice(piece // (BLOCK_D // PIECE) * PIECE, PIECE, dim=1)
+                dscores = dscores.slice(piece // LIVE_PIECES * PIECE, PIECE, dim=1)
             dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
         if DETERMINISTIC and piece == 0:
             mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
-        _add_piece(dq_tile + piece * PIECE * PIECE, dq)
+        place = piece // LIVE_PIECES * PIECES_A_ROW + piece % LIVE_PIECES
+        _add_piece(dq_tile + place * PIECE * PIECE, dq)
         if piece < PIECES - 1:
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
@@ -682,7 +703,7 @@ def _add_dq(
 @gluon.jit
 def _reduce_dq(
     dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
@@ -695,7 +716,7 @@ def _reduce_dq(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
             _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, TILE_M,
-                    TILE_N, BLOCK_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
+                    TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
             tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         mbarrier.arrive(barriers.k_done.index(0), count=1)
         first += _num_steps(walk, GROUP_SIZE)
@@ -709,12 +730,13 @@ def _reduce_dq(
 @gluon.jit
 def _second_half(
     p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout: gl.constexpr, operand: gl.constexpr,
-    BLOCK_DV: gl.constexpr, TILE_M: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_DV: gl.constexpr, LIVE_DV: gl.constexpr, TILE_M: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dp and dv together, dscores under dv; returns dv."""
     slot = step % DOUT_STAGES
     dp_acc, dout, neg_delta = _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout, TILE_M, BLOCK_DV,
-                                        DOUT_STAGES)  # fmt: skip
+                                        LIVE_DV, DOUT_STAGES)  # fmt: skip
     dv_acc = warpgroup_mma(gl.convert_layout(p, operand), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp_acc])
     dscores = _dscores(p_grad, dp, neg_delta, dropout, layout)
@@ -731,8 +753,9 @@ def _second_half(
 @gluon.jit
 def _compute_rows(
     dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, HALF: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr,
+    PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
@@ -761,15 +784,15 @@ def _compute_rows(
         start = _start_scores(neg_lse, zeros, score_params, layout)
         q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        scores_acc = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+        scores_acc = _rows_product(k, q, start, LIVE_D)
         # What the last tile gave has left
         tma_store_wait(0)
         raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
         p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream, dropout,
                              num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
-        dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, operand, BLOCK_DV, TILE_M,
-                          DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
+        dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, operand, BLOCK_DV, LIVE_DV,
+                          TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         for i in range(1, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
@@ -779,7 +802,7 @@ def _compute_rows(
             neg_lse = buffers.neg_lse.index(slot)
             start = _start_scores(neg_lse, zeros, score_params, layout)
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
-            scores_acc = warpgroup_mma(k, q.permute((1, 0)), start, is_async=True)
+            scores_acc = _rows_product(k, q, start, LIVE_D)
             last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
             last_dscores = buffers.dscores[HALF].index((step - 1) % DSCORES_STAGES)
             dk_acc = warpgroup_mma(last_dscores, last_q, dk, is_async=True)
@@ -789,8 +812,8 @@ def _compute_rows(
             p, p_grad = _pinned(p, p_grad, score_params, dropout)
             dk = warpgroup_mma_wait(0, deps=[dk_acc])
             mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
-            dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, operand, BLOCK_DV, TILE_M,
-                              DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
+            dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, operand, BLOCK_DV, LIVE_DV,
+                              TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         first += _num_steps(walk, GROUP_SIZE)
         turn += 1
         last = first - 1
@@ -824,8 +847,9 @@ def _compute_rows(
 @gluon.jit
 def _compute_dv(
     dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
+    DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
     # wider instructions need more registers than ptxas gives a kernel of 16 warps (C7602)
@@ -847,7 +871,7 @@ def _compute_dv(
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
             neg_lse = buffers.neg_lse.index(slot)
-            scores_acc = warpgroup_mma(k, q.permute((1, 0)), _start_scores(neg_lse, zeros, score_params, layout), is_async=True)
+            scores_acc = _rows_product(k, q, _start_scores(neg_lse, zeros, score_params, layout), LIVE_D)
             raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
             p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, stream,
                                  dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
@@ -877,26 +901,32 @@ def _compute_dv(
 @gluon.jit
 def _compute_dk(
     dk_desc, buffers, barriers, lengths, scale, dropout, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
+    """dk is in two parts where its right half has columns that are left out."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BLOCK_D, 128), 16])
+    LEFT: gl.constexpr = BLOCK_D if LIVE_D == BLOCK_D else BLOCK_D // 2
+    REST: gl.constexpr = LIVE_D - LEFT
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(LEFT, 128), 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(REST, 16), 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
+    rest_operand: gl.constexpr = gl.DotOperandLayout(0, rest_layout, 2)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     v = buffers.v.index(0).reshape([HALF_N, BLOCK_DV])
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.end > 0:
-        dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
+        dk = gl.zeros([HALF_N, LEFT], gl.float32, dk_layout)
+        dk_rest = gl.zeros([HALF_N, max(REST, 16)], gl.float32, rest_layout)
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
         for i in range(0, _num_steps(walk, GROUP_SIZE)):
             step = first + i
             slot = step % DOUT_STAGES
             p_slot = step % P_STAGES
             dp_acc, _dout, neg_delta = _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout, TILE_M, BLOCK_DV,
-                                                 DOUT_STAGES)  # fmt: skip
+                                                 LIVE_DV, DOUT_STAGES)  # fmt: skip
             mbarrier.wait(barriers.p_ready.index(p_slot), _phase(step, P_STAGES))
             p = buffers.p.index(p_slot).load(layout)
             dp = warpgroup_mma_wait(0, deps=[dp_acc])
@@ -910,12 +940,23 @@ def _compute_dk(
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
-            dk_acc = warpgroup_mma(gl.convert_layout(dscores, operand), q, dk, is_async=True)
-            dk = warpgroup_mma_wait(0, deps=[dk_acc])
+            operand_dscores = gl.convert_layout(dscores, operand)
+            if REST == 0:
+                dk_acc = warpgroup_mma(operand_dscores, q, dk, is_async=True)
+                dk = warpgroup_mma_wait(0, deps=[dk_acc])
+            else:
+                dk_acc = warpgroup_mma(operand_dscores, q.slice(0, LEFT, dim=1), dk, is_async=True)
+                rest_acc = warpgroup_mma(gl.convert_layout(dscores, rest_operand), q.slice(LEFT, REST, dim=1), dk_rest,
+                                         is_async=True)  # fmt: skip
+                dk, dk_rest = warpgroup_mma_wait(0, deps=[dk_acc, rest_acc])
             mbarrier.arrive(barriers.q_free.index(slot), count=1)
         mbarrier.arrive(barriers.v_done.index(0), count=1)
         dk = dk * scale
         mbarrier.wait(barriers.k_done.index(0), turn & 1)
+        if REST > 0:
+            # What is left of the buffer holds zeros, and dk has no such columns
+            dk_smem = buffers.k.index(0).reshape([HALF_N, BLOCK_D])
+            dk_smem.slice(LEFT, REST, dim=1).store((dk_rest * scale).to(dk_smem.dtype))
         _store_keys(dk_desc, buffers.k.index(0), dk, walk, lengths, walk.col_begin, BLOCK_D, PACKED)
         tma_store_wait(0)
         mbarrier.arrive(barriers.k_free.index(0), count=1)
@@ -944,8 +985,9 @@ def attention_backward(
     score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, batch_heads, heads_side_by_side,
     tail_heads, padded_rows,
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr,
-    RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr,
+    LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program), a place for counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of
@@ -996,13 +1038,13 @@ def attention_backward(
                             k_done, None, k_done, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
-                             DETERMINISTIC, 0)),
+                             TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
+                             PACKED, DETERMINISTIC, 0)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
-                             DETERMINISTIC, 1)),
+                             TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
+                             PACKED, DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
@@ -1025,11 +1067,12 @@ def attention_backward(
                             counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
-                           BLOCK_D, BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, DETERMINISTIC)),
+                           BLOCK_D, BLOCK_DV, LIVE_D, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
+                           DETERMINISTIC)),
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
-                           BLOCK_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
+                           BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
                      DETERMINISTIC)),
@@ -1324,6 +1367,7 @@ def launch_main(problem, config, call, launch):
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "LIVE_D": live_columns(problem.head_dim, block_d), "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
         "DETERMINISTIC": problem.deterministic, "REGISTERS": config.registers,
@@ -1352,7 +1396,7 @@ def heads_in_groups(problem, config, num_tiles):
         return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     causal = problem.window[1] is not None
     if problem.varlen:
-        return (8192 if causal else 0), 1
+        return (2 * config.num_programs * config.tile_n if causal else 0), 1
     return (min(16, max(1, 2 * config.num_programs // num_tiles)) if causal else 1), 0
 
 

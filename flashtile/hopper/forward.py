@@ -26,8 +26,9 @@ Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program tha
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
-Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, which still costs its products), every mask
-and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take: see `hopper.refuses`.
+Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros; q kᵀ leaves out those past LIVE_D, p v
+multiplies them), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take:
+see `hopper.refuses`.
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
@@ -455,19 +456,26 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
 
 
 @gluon.jit
-def _start_scores(ring, q_slot, q_left, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Start q kᵀ of a step; its keys must be there. q_left: left half of q, and the slot has the right one; None: all of it."""
+def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Start q kᵀ of a step, of LIVE_D columns (see `tiles.live_columns`); its keys must be there.
+
+    q_left: left half of q, and the slot has the right one; None: all of it.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
     COLS: gl.constexpr = ring.q_smem.shape[-1]
     q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
     k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
     nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
-    if q_left is None:
+    HALF: gl.constexpr = BLOCK_D // 2
+    REST: gl.constexpr = LIVE_D - HALF
+    if q_left is None and LIVE_D == BLOCK_D:
         return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
-        raw = warpgroup_mma(q_left, k.slice(0, COLS, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(q, k.slice(COLS, COLS, dim=1).permute((1, 0)), raw, is_async=True)
+        left = q.slice(0, HALF, dim=1) if q_left is None else q_left
+        right = q.slice(HALF if q_left is None else 0, REST, dim=1)
+        raw = warpgroup_mma(left, k.slice(0, HALF, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        return warpgroup_mma(right, k.slice(HALF, REST, dim=1).permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
@@ -576,15 +584,15 @@ def _rescale(acc, correction, LAZY: gl.constexpr):
 @gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
-    HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    LAZY: gl.constexpr, MASKED: gl.constexpr,
+    HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
     acc_layout: gl.constexpr = acc.type.layout
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
+    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(1, deps=[raw])
@@ -662,9 +670,9 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 @gluon.jit
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
-    HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
-    LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr, PACKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
     BLOCK_DV: gl.constexpr = ring.v_smem.shape[-1]
@@ -692,7 +700,7 @@ def _compute(
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
     _wait_turn(CONSUMER, some)
-    raw = _start_scores(ring, q_slot, q_left, step, TILE_N, NUM_STAGES)
+    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
@@ -712,7 +720,7 @@ def _compute(
             for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
+                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
                 )  # fmt: skip
         unmasked_begin = part.begin
         if window.left is not None:
@@ -720,13 +728,13 @@ def _compute(
         for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, False,
+                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, False,
             )  # fmt: skip
         if window.left is not None:
             for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
+                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
                 )  # fmt: skip
         last_step = last_step - part.begin
 
@@ -749,7 +757,7 @@ def _compute(
             q_left = _load_left(ring, left, left_phase, TILE_N, more)
         mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
-        raw = _start_scores(ring, next_q_slot, q_left, step, TILE_N, NUM_STAGES)
+        raw = _start_scores(ring, next_q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(1, deps=[raw])
@@ -829,7 +837,7 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
 def attention_forward(
     q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
@@ -850,33 +858,33 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
