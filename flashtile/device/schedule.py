@@ -137,14 +137,16 @@ def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
     """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
 
     order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
-    heads that share keys.
+    heads that share keys. Groups are of equal size, since the last one's tiles are shared by fewer programs at a time.
     """
     entry = table + ENTRY * (1 + tl.minimum(unit // order.num_heads, tl.maximum(order.num_tiles - 1, 0)))
     batch = tl.load(entry)
     first_tile = tl.load(entry + 1)
     num_tiles = tl.load(entry + 2)
     lengths = Lengths(tl.load(entry + 3), tl.load(entry + 5), tl.load(entry + 4), tl.load(entry + 6))
-    heads = tl.maximum(order.heads_per_group // tl.maximum(lengths.seqlen_k, 1), 1) * order.tail_heads
+    shared = tl.cdiv(order.num_heads, order.tail_heads)
+    most = tl.minimum(tl.maximum(order.heads_per_group // tl.maximum(lengths.seqlen_k, 1), 1), shared)
+    heads = tl.cdiv(shared, tl.cdiv(shared, most)) * order.tail_heads
     inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
     work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
     return Work(work.tile, work.head, batch), lengths
