@@ -101,7 +101,7 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
             window=(None, 0 if causal else None), deterministic=True,
         )  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        return backward.heads_in_groups(problem, config, -(-seqlen // config.tile_n))[0], config
+        return backward.heads_in_groups(problem, config, )[0], config
 
     group, config = heads(seqlen)
     assert 1 <= heads(2 * seqlen)[0] <= group

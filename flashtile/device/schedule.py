@@ -33,7 +33,8 @@ class Order(NamedTuple):
     """In which order a persistent kernel takes its tiles; `tile_of_unit` numbers them.
 
     Heads (of all sequences, counted through) go in groups of heads_per_group, whose keys and values fit in L2 together, the
-    last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other.
+    last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other. A packed call has
+    the tiles of all its sequences for those of one.
     """
 
     num_tiles: Any
@@ -67,37 +68,62 @@ def tile_of_unit(unit, order, LAST_FIRST: tl.constexpr):
 ENTRY = tl.constexpr(8)
 
 
+class Rest(NamedTuple):
+    """Rows of a packed tensor behind its last sequence: from starts[batch] on, of total_rows."""
+
+    ptr: Any
+    starts: Any
+    total_rows: Any
+    row_elements: Any
+
+
+def rest_of(x, cu_seqlens) -> Rest:
+    """x: (total, heads, dim), contiguous."""
+    return Rest(x, cu_seqlens, x.shape[0], x.shape[1] * x.shape[2])
+
+
 @triton.jit
-def _clear_rest(out, lse, first_row, total_q, num_heads, dim, BLOCK: tl.constexpr):
-    """Rows of packed tensors behind the last sequence, as those of an empty one: the work of all programs but the first."""
-    program = tl.program_id(0) - 1
-    num_programs = tl.num_programs(0) - 1
-    row_elements = (num_heads * dim).to(tl.int64)
+def _clear_rest(rest, batch, BLOCK: tl.constexpr):
+    """The work of all programs but the first."""
+    row_elements = tl.cast(rest.row_elements, tl.int64)
+    begin = tl.load(rest.starts + batch) * row_elements + (tl.program_id(0) - 1) * BLOCK
     index = tl.arange(0, BLOCK)
-    for begin in range(first_row * row_elements + program * BLOCK, total_q * row_elements, num_programs * BLOCK):
-        tl.store(out + begin + index, tl.zeros((BLOCK,), out.dtype.element_ty), mask=begin + index < total_q * row_elements)
-    for head in range(program, num_heads, num_programs):
+    for i in range(begin, rest.total_rows * row_elements, (tl.num_programs(0) - 1) * BLOCK):
+        zeros = tl.zeros((BLOCK,), rest.ptr.dtype.element_ty)
+        tl.store(rest.ptr + i + index, zeros, mask=i + index < rest.total_rows * row_elements)
+
+
+@triton.jit
+def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
+    """As of rows that see nothing."""
+    for head in range(tl.program_id(0) - 1, num_heads, tl.num_programs(0) - 1):
         for row_begin in range(first_row, total_q, BLOCK):
-            rows = row_begin + index
+            rows = row_begin + tl.arange(0, BLOCK)
             tl.store(lse + head * total_q.to(tl.int64) + rows, tl.full((BLOCK,), NEG_INF, tl.float32), mask=rows < total_q)
 
 
-@triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads", "dim"])
-def plan_packed(table, packing, out, lse, batch, max_tiles, total_q, num_heads, dim, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
-    """The first program writes the table for `packed_tile_of_unit`; others clear rows behind the last sequence.
+@triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads"])
+def plan_packed(
+    table, packing, rests, lse, batch, max_tiles, total_q, num_heads, TILE_M: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
     table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
-    since all programs read one; then each one's first tile. out: (total_q, num_heads, dim). lse: (num_heads, total_q).
+    since all programs read one; then each one's first tile. LAST_FIRST: a sequence's last tile, the longest under a causal
+    mask, has its first entry. rests: a tuple of Rest. lse: (num_heads, total_q), or None.
     """
     if tl.program_id(0) == 0:
-        _write_table(table, packing, batch, max_tiles, TILE_M, BLOCK)
+        _write_table(table, packing, batch, max_tiles, TILE_M, LAST_FIRST, BLOCK)
     else:
-        first_row = tl.load(packing.cu_seqlens_q + batch)
-        _clear_rest(out, lse, first_row, total_q, num_heads, dim, BLOCK)
+        for i in tl.static_range(len(rests)):
+            _clear_rest(rests[i], batch, BLOCK)
+        if lse is not None:
+            _clear_rest_of_lse(lse, tl.load(packing.cu_seqlens_q + batch), total_q, num_heads, BLOCK)
 
 
 @triton.jit
-def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     first_tile = table + ENTRY * (1 + max_tiles)
     total = 0
     for begin in range(0, batch, BLOCK):
@@ -123,30 +149,24 @@ def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: 
         lengths = load_lengths(packing, low, 0, 0)
         entry = table + ENTRY * (1 + tile)
         inside = tile < tl.maximum(total, 1)
+        place = tile - tl.load(first_tile + low)
+        if LAST_FIRST:
+            place = tl.cdiv(lengths.seqlen_q, TILE_M) - 1 - place
         tl.store(entry, low, mask=inside)
-        tl.store(entry + 1, tl.load(first_tile + low), mask=inside)
-        tl.store(entry + 2, tl.cdiv(lengths.seqlen_q, TILE_M), mask=inside)
-        tl.store(entry + 3, lengths.start_q.to(tl.int32), mask=inside)
-        tl.store(entry + 4, lengths.seqlen_q, mask=inside)
-        tl.store(entry + 5, lengths.start_k.to(tl.int32), mask=inside)
-        tl.store(entry + 6, lengths.seqlen_k, mask=inside)
+        tl.store(entry + 1, place, mask=inside)
+        tl.store(entry + 2, lengths.start_q.to(tl.int32), mask=inside)
+        tl.store(entry + 3, lengths.seqlen_q, mask=inside)
+        tl.store(entry + 4, lengths.start_k.to(tl.int32), mask=inside)
+        tl.store(entry + 5, lengths.seqlen_k, mask=inside)
 
 
 @triton.jit
-def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
-    """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
+def packed_tile_of_unit(unit, order, table):
+    """The unit-th tile of a packed call and the lengths of its sequence. order: of num_tiles that the table has for a head.
 
-    order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
-    heads that share keys. Groups are of equal size, since the last one's tiles are shared by fewer programs at a time.
+    Nothing is computed from what the table says, so that a caller can do something else until it has come.
     """
-    entry = table + ENTRY * (1 + tl.minimum(unit // order.num_heads, tl.maximum(order.num_tiles - 1, 0)))
-    batch = tl.load(entry)
-    first_tile = tl.load(entry + 1)
-    num_tiles = tl.load(entry + 2)
-    lengths = Lengths(tl.load(entry + 3), tl.load(entry + 5), tl.load(entry + 4), tl.load(entry + 6))
-    shared = tl.cdiv(order.num_heads, order.tail_heads)
-    most = tl.minimum(tl.maximum(order.heads_per_group // tl.maximum(lengths.seqlen_k, 1), 1), shared)
-    heads = tl.cdiv(shared, tl.cdiv(shared, most)) * order.tail_heads
-    inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
-    work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
-    return Work(work.tile, work.head, batch), lengths
+    work = tile_of_unit(unit, order, False)
+    entry = table + ENTRY * (1 + tl.minimum(work.tile, tl.maximum(order.num_tiles - 1, 0)))
+    lengths = Lengths(tl.load(entry + 2), tl.load(entry + 4), tl.load(entry + 3), tl.load(entry + 5))
+    return Work(tl.load(entry + 1), work.head, tl.load(entry)), lengths

@@ -114,14 +114,19 @@ def table_entries(problem, config):
     return schedule.ENTRY.value * (1 + max_query_tiles(problem, config)) + problem.batch
 
 
+# Of `schedule.plan_packed` where rows behind the last sequence are to be cleared
+PLAN_PROGRAMS = 33
+
+
 def plan_packed_arguments(problem, config, operands, out, lse, table):
     """(arguments, constexprs, grid) of `schedule.plan_packed`; the first argument is the table."""
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
-    max_tiles = max_query_tiles(problem, config)
-    arguments = (table, packing, out, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads, problem.head_dim_v)
     # All rows are cleared before where sequences may use less than they have.
-    grid = (1 if problem.has_seqused_q else 33,)
-    return arguments, {"TILE_M": config.queries, "BLOCK": 1024}, grid
+    rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
+    arguments = (table, packing, rests, rest_lse, problem.batch, max_query_tiles(problem, config), problem.total_q,
+                 problem.num_heads)  # fmt: skip
+    return arguments, {"TILE_M": config.queries, "LAST_FIRST": problem.window[1] is not None,
+                       "BLOCK": 1024}, (PLAN_PROGRAMS if rests else 1,)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -138,19 +143,24 @@ def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
     return split_q, smem_bytes - 1024 - stages >= consumers * (q_bytes + out_bytes)
 
 
+def equal_groups(num_heads, most, group_size):
+    """Heads per group where at most `most` go together: groups of about one size, of heads that share keys all."""
+    shared = -(-num_heads // group_size)
+    return -(-shared // -(-shared // max(1, min(most // group_size, shared)))) * group_size
+
+
 def heads_in_groups(problem, config, num_tiles, num_sms):
     """(heads per group, heads of the last group) for `schedule.Order`, which takes heads that share tiles for one."""
-    total_heads = problem.batch * problem.num_heads // config.heads
     group_size = problem.group_size // config.heads
-    if problem.varlen:
-        # Rows of keys that fit, heads that share them
-        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-        return (0 if problem.window[1] is None else config.l2_bytes // row_bytes), group_size
-    if problem.window[1] is None:
-        return 1, 0
+    total_heads = (1 if problem.varlen else problem.batch) * problem.num_heads // config.heads
     bytes_per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    causal = problem.window[1] is not None
+    most = max(1, config.l2_bytes // bytes_per_head if causal else 0) * group_size
+    if problem.varlen:
+        return equal_groups(total_heads, most, group_size), 0
+    if not causal:
+        return 1, 0
     # About 4 tiles a program in the last group: short enough that programs end together.
-    most = max(1, config.l2_bytes // bytes_per_head) * group_size
     tail = min(total_heads, max(most, -(-4 * num_sms // (2 * num_tiles))))
     groups = -(-(total_heads - tail) // most)
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
@@ -174,14 +184,15 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         describe(operands.k, config.tile_n, block_d), describe(operands.v, config.tile_n, block_dv),
         describe(out, ROWS, block_dv if own_out else block_dv // 2, config.heads), lse, counter, table, Window(*problem.window),
         score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads,
-        total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        num_heads if problem.varlen else total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
     queries = ROWS // config.heads
     diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % queries
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
-        "LIVE_D": live_columns(problem.head_dim, block_d), "TILE_N": config.tile_n,
+        "LIVE_D": live_columns(problem.head_dim, block_d), "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
+        "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,

@@ -12,12 +12,19 @@ not subtracted: the products start from them as accumulators, which saves 16 to 
 addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the kernel before
 clears.
 
-dk, dv and dsinks have the same bits in every run. dq is summed in the order of arrival, and may differ in its last bits; with
-deterministic=True tiles of keys add to a tile of dq_sum from the first to the last: it has a count of what was added, and a
-program waits until it is its turn. Programs take tiles of a head in that order, also their first one from the counter, so that
-who is waited for runs or has run, however many programs there are. They walk from the last query to the first: under a causal
-mask tiles that start together then end together, since one that waits has as many steps less. How many of a head run at once is
-chosen in `rows_in_ordered_groups`.
+dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
+keys, since walks begin where others are (below). All else has the same bits in every run. With deterministic=True all has them:
+tiles of keys add to a tile of dq_sum from the first to the last: it has a count of what was added, and a program waits until it
+is its turn. Programs take tiles of a head in that order, also their first one from the counter, so that who is waited for runs
+or has run, however many programs there are. They walk from the last query to the first: under a causal mask tiles that start
+together then end together, since one that waits has as many steps less. How many of a head run at once is chosen in
+`rows_in_ordered_groups`.
+
+Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
+L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
+first, and a program that takes a tile of keys begins where others of that key-value head are (`_at_step`), and goes round. By a
+simulation of 32 heads, 8 a group, 2 x 8192 tokens, causal, on 30 MB, of the accesses to tiles of q 78% miss with one head after
+the other, 25% with all heads of a tile, 11% with a common place.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -77,6 +84,14 @@ brackets the version before, whose partition of dq polled and counted itself, on
     head dim 256    2048 full 1.19, 1.05, 1.88, 2.30; causal 1.65, 1.27, 1.17, 1.70. 8192 causal 1.94, 1.44, 1.19, 1.15
     4 without the waits, not deterministic: 0.97 to 1.07 at head dim 64.
 
+    query heads that share keys (ms; 2 x 8192 tokens of 32 heads, 8 a group, and 16384 of 32, 4 a group; head dim 128, causal;
+        of a call without sharing 2.40 for half of the work of the first): one head after the other 5.81, 10.27; all heads of a
+        tile, and the number of steps a word of its own (see Walk) 5.42, 9.91; with a common place 5.25, 9.86; with one tile a
+        program in a group of heads instead of two 4.95, 9.50
+    packed calls, rows behind the last sequence cleared by the kernel that makes the table, not all of dq, dk and dv before:
+        16 x 1024 tokens of 16 heads of dim 128, causal, 577 to 504 us, 2 x 8192 2647 to 2491
+    head dims between blocks, without columns of zeros: 192/128 1.21, causal 1.21; 160 causal 1.22; 96 1.08, causal 1.08
+
 What did not help:
 
     dq of 128 rows at once at head dim 64: 0.95 to 0.98 without a mask at 4096 and 16384 tokens, where halves are as fast
@@ -128,7 +143,7 @@ from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
 from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
-from flashtile.hopper import arguments
+from flashtile.hopper import arguments, columns
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients
 from flashtile.problem import Operands
@@ -136,6 +151,9 @@ from flashtile.tiles import live_columns, padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
+# Columns of an instruction where a partition has one accumulator: wider ones need more registers than ptxas gives a kernel of
+# 16 warps (C7602)
+WIDEST = gl.constexpr(128)
 # Rows and columns of dq that 4 warps multiply and add at once: 32 numbers a thread
 PIECE = gl.constexpr(64)
 LOAD_REGISTERS = gl.constexpr(24)
@@ -143,8 +161,8 @@ LOAD_REGISTERS = gl.constexpr(24)
 ROW_MULTIPLE = tl.constexpr(128)
 # Rows of a packed tensor as its TMA descriptor sees it.
 PACKED_ROWS = gl.constexpr(arguments.PACKED_ROWS)
-# batch, kv_head, col_begin, begin, full_begin, full_end, end, and of packed calls start_q, start_k, seqlen_q, seqlen_k
-WALK_WORDS = gl.constexpr(11)
+# batch, kv_head, col_begin, begin, full_begin, full_end, steps, front, and of packed calls start_q, start_k, seqlen_q, seqlen_k
+WALK_WORDS = gl.constexpr(12)
 WALK_SLOTS = gl.constexpr(2)
 # Steps between the first that waits for its turn and the last that is not yet counted
 TURN_SLOTS = gl.constexpr(4)
@@ -192,10 +210,12 @@ class Barriers(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The steps of one tile of keys: query tiles [begin, end) of each head of the group; an end of 0 says there is no tile.
+    """The steps of one tile of keys: query tiles from begin on, of all heads of the group; 0 steps say that there is no tile.
 
     Steps are counted through, over all tiles of a program, since the rings of buffers go on. In tiles [full_begin, full_end)
-    no key is hidden.
+    no key is hidden. The number of steps is a word of its own: where it is known as a multiple of the number of heads, the
+    computing partitions get more local variables than registers (192 bytes of spills for 8 at head dim 128). front: the query
+    tile of the first step where heads share keys, see `_at_step`.
     """
 
     batch: Any
@@ -204,7 +224,8 @@ class Walk(NamedTuple):
     begin: Any
     full_begin: Any
     full_end: Any
-    end: Any
+    steps: Any
+    front: Any
 
 
 @triton.jit
@@ -216,19 +237,30 @@ def walked_tiles(col_begin, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.co
 
 
 @gluon.jit
-def _walk(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """The unit-th tile of keys, and the lengths of its sequence."""
+def _peek(word):
+    """A word that other programs write. Relaxed: nothing that they have written before is read after it."""
+    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", [word.to(gl.int64)], dtype=gl.int32,
+                                     is_pure=False, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """The unit-th tile of keys, and the lengths of its sequence. fronts: of `_load`, or None."""
     if table is None:
-        exists = unit < order.total_heads * order.num_tiles
         work = schedule.tile_of_unit(unit, order, False)
     else:
-        exists = unit < order.num_tiles * order.num_heads
-        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
+        work, swapped = schedule.packed_tile_of_unit(unit, order, table)
         lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
+    exists = unit < order.total_heads * order.num_tiles
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
-    end = gl.where(exists, tiles.end, 0)
-    return Walk(work.batch, work.head, col_begin, tiles.begin, tiles.full_begin, tiles.full_end, end), lengths
+    steps = gl.where(exists, (tiles.end - tiles.begin) * GROUP_SIZE, 0)
+    front = tiles.end - 1
+    if fronts is not None:
+        # What another program of the head has begun last; 0 before the first
+        other = _peek(fronts + work.batch * order.num_heads + work.head) - 1 if exists else 0
+        front = gl.where((other >= tiles.begin) & (other < tiles.end), other, front)
+    return Walk(work.batch, work.head, col_begin, tiles.begin, tiles.full_begin, tiles.full_end, steps, front), lengths
 
 
 @gluon.jit
@@ -245,12 +277,13 @@ def _publish(buffers, barriers, walk, lengths, turn, PACKED: gl.constexpr):
     buffers.walk.index(first + 3).store(zero + walk.begin)
     buffers.walk.index(first + 4).store(zero + walk.full_begin)
     buffers.walk.index(first + 5).store(zero + walk.full_end)
-    buffers.walk.index(first + 6).store(zero + walk.end)
+    buffers.walk.index(first + 6).store(zero + walk.steps)
+    buffers.walk.index(first + 7).store(zero + walk.front)
     if PACKED:
-        buffers.walk.index(first + 7).store(zero + lengths.start_q)
-        buffers.walk.index(first + 8).store(zero + lengths.start_k)
-        buffers.walk.index(first + 9).store(zero + lengths.seqlen_q)
-        buffers.walk.index(first + 10).store(zero + lengths.seqlen_k)
+        buffers.walk.index(first + 8).store(zero + lengths.start_q)
+        buffers.walk.index(first + 9).store(zero + lengths.start_k)
+        buffers.walk.index(first + 10).store(zero + lengths.seqlen_q)
+        buffers.walk.index(first + 11).store(zero + lengths.seqlen_k)
     mbarrier.arrive(barriers.walk_ready.index(slot), count=1)
 
 
@@ -267,42 +300,31 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
     first = slot * WALK_WORDS
     mbarrier.wait(barriers.walk_ready.index(slot), _phase(turn, WALK_SLOTS))
     walk = Walk(_word(buffers, first), _word(buffers, first + 1), _word(buffers, first + 2), _word(buffers, first + 3),
-                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6))  # fmt: skip
+                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6),
+                _word(buffers, first + 7))  # fmt: skip
     if PACKED:
-        lengths = Lengths(_word(buffers, first + 7), _word(buffers, first + 8), _word(buffers, first + 9),
-                          _word(buffers, first + 10))  # fmt: skip
+        lengths = Lengths(_word(buffers, first + 8), _word(buffers, first + 9), _word(buffers, first + 10),
+                          _word(buffers, first + 11))  # fmt: skip
     mbarrier.arrive(barriers.walk_free.index(slot), count=1)
     return walk, lengths
 
 
 @gluon.jit
-def _num_steps(walk, GROUP_SIZE: gl.constexpr):
-    return (walk.end - walk.begin) * GROUP_SIZE
+def _at_step(walk, i, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
+    """(query tile, head) of the i-th step, made of i alone: what a loop carries costs the computing partitions registers.
 
-
-@gluon.jit
-def _first_step(walk, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
-    """(query tile, head) of step 0. In a fixed order queries are walked over from the last to the first."""
+    A fixed order goes from the last query to the first, see above. So do groups of heads, all heads before the next query tile,
+    and each walk begins where other programs of its key-value head are, at `walk.front`, and goes round: rows of many heads do
+    not fit in L2, but those that programs use at one time do.
+    """
+    head = walk.kv_head * GROUP_SIZE + i % GROUP_SIZE
     if DETERMINISTIC:
-        return walk.end - 1, walk.kv_head * GROUP_SIZE
+        return walk.begin + (walk.steps - 1 - i) // GROUP_SIZE, head
+    elif GROUP_SIZE > 1:
+        tile = walk.front - i // GROUP_SIZE
+        return gl.where(tile < walk.begin, tile + walk.steps // GROUP_SIZE, tile), head
     else:
-        return walk.begin, walk.kv_head * GROUP_SIZE
-
-
-@gluon.jit
-def _next_step(tile, head, walk, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
-    if DETERMINISTIC:
-        tile -= 1
-        wraps = tile < walk.begin
-        first = walk.end - 1
-    else:
-        tile += 1
-        wraps = tile == walk.end
-        first = walk.begin
-    if GROUP_SIZE > 1:
-        tile = gl.where(wraps, first, tile)
-        head = gl.where(wraps, head + 1, head)
-    return tile, head
+        return walk.begin + i, head
 
 
 @gluon.jit
@@ -382,6 +404,10 @@ def _load(
     TILE_N: gl.constexpr = HALVES * HALF_N
     turn = 0
     first = 0
+    # Of each key-value head of each sequence: 1 + the query tile that a program has begun last
+    fronts = None
+    if GROUP_SIZE > 1 and not DETERMINISTIC:
+        fronts = counter + 1
     if DETERMINISTIC:
         # A tile that others wait for must not belong to a program that may not run yet
         counted_from = 0
@@ -389,12 +415,14 @@ def _load(
     else:
         counted_from = gl.num_programs(0)
         unit = gl.program_id(0)
-    walk, lengths = _walk(unit, order, table, lengths, window, TILE_M, TILE_N)
+    walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N)
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
-    while walk.end > 0:
-        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
-        for i in range(0, _num_steps(walk, GROUP_SIZE)):
+    while walk.steps > 0:
+        for i in range(walk.steps):
             step = first + i
+            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            if fronts is not None:
+                gl.store(fronts + walk.batch * order.num_heads + walk.kv_head, tile + 1)
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
                        head, num_heads, padded_rows, step, TILE_M, Q_STAGES, PACKED)  # fmt: skip
             if i == 0:
@@ -403,10 +431,10 @@ def _load(
                        walk, lengths, tile, head, num_heads, padded_rows, step, TILE_M, DOUT_STAGES, PACKED)  # fmt: skip
             if i == 0:
                 _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, HALVES, PACKED)
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
-        first += _num_steps(walk, GROUP_SIZE)
+        first += walk.steps
         turn += 1
-        walk, lengths = _walk(counted_from + _next_unit(counter), order, table, lengths, window, TILE_M, TILE_N)
+        walk, lengths = _walk(counted_from + _next_unit(counter), order, table, lengths, window, fronts, GROUP_SIZE, TILE_M,
+                              TILE_N)  # fmt: skip
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
@@ -418,19 +446,6 @@ def _start(row_smem, zeros, layout: gl.constexpr):
     """Accumulators (HALF_N, TILE_M) that start from a number per query. Fill them before a product is under way (C7515)."""
     start, _zeros = gl.broadcast(row_smem.load(gl.SliceLayout(0, layout))[None, :], zeros)
     return start
-
-
-@gluon.jit
-def _rows_product(a, b, acc, LIVE: gl.constexpr):
-    """Start acc + a bᵀ of rows in shared memory, whose columns past LIVE are zeros: see `tiles.live_columns`."""
-    BLOCK: gl.constexpr = a.shape[1]
-    if LIVE == BLOCK:
-        return warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
-    else:
-        HALF: gl.constexpr = BLOCK // 2
-        acc = warpgroup_mma(a.slice(0, HALF, dim=1), b.slice(0, HALF, dim=1).permute((1, 0)), acc, is_async=True)
-        return warpgroup_mma(a.slice(HALF, LIVE - HALF, dim=1), b.slice(HALF, LIVE - HALF, dim=1).permute((1, 0)), acc,
-                             is_async=True)  # fmt: skip
 
 
 @gluon.jit
@@ -534,7 +549,7 @@ def _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout: gl.const
     mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
     dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
     neg_delta = buffers.neg_delta.index(slot)
-    dp_acc = _rows_product(v, dout, _start_dp(neg_delta, zeros, dropout, layout), LIVE_DV)
+    dp_acc = columns.contract(v, dout, _start_dp(neg_delta, zeros, dropout, layout), LIVE_DV)
     return dp_acc, dout, neg_delta
 
 
@@ -552,12 +567,8 @@ def _dscores(p_grad, dp, row_smem, dropout, layout: gl.constexpr):
 
 @gluon.jit
 def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED: gl.constexpr):
-    """A finished (HALF_N, DIM) tile of dk or dv, or its left columns, through shared memory; TMA leaves out rows past the
-    length."""
-    tile_smem = smem.reshape([HALF_N, DIM])
-    if tile.shape[1] < DIM:
-        tile_smem = tile_smem.slice(0, tile.shape[1], dim=1)
-    tile_smem.store(tile.to(smem.dtype))
+    """A finished (HALF_N, DIM) tile of dk or dv, through shared memory; TMA leaves out rows past the length, and columns."""
+    columns.store(tile, smem.reshape([HALF_N, DIM]))
     fence_async_shared()
     partition_barrier()
     if PACKED:
@@ -568,13 +579,6 @@ def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED:
 
 
 # ---- dq, for both splits ----
-
-
-@gluon.jit
-def _count(semaphore):
-    """What a semaphore stands at. Relaxed: nothing is read after it, and what is added waits for its value."""
-    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", [semaphore.to(gl.int64)], dtype=gl.int32,
-                                     is_pure=False, pack=1)  # fmt: skip
 
 
 _SIGNAL_ASM = gl.constexpr(
@@ -617,25 +621,24 @@ def _follow_turns(
         first = 0
         turn = 0
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-        while walk.end > 0:
-            tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
-            for i in range(0, _num_steps(walk, GROUP_SIZE)):
+        while walk.steps > 0:
+            for i in range(walk.steps):
                 step = first + i
                 slot = step % TURN_SLOTS
+                tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
                 semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
                                         PACKED)  # fmt: skip
                 if AWAITS:
                     mbarrier.wait(barriers.counted.index(slot), _phase(step, TURN_SLOTS) ^ 1)
-                    count = _count(semaphore)
+                    count = _peek(semaphore)
                     while count < rank:
-                        count = _count(semaphore)
+                        count = _peek(semaphore)
                     mbarrier.arrive(barriers.turn_ready.index(slot), count=1)
                 else:
                     mbarrier.wait(barriers.added.index(slot), _phase(step, TURN_SLOTS))
                     _signal(semaphore)
                     mbarrier.arrive(barriers.counted.index(slot), count=1)
-                tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
-            first += _num_steps(walk, GROUP_SIZE)
+            first += walk.steps
             turn += 1
             walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
@@ -711,15 +714,14 @@ def _reduce_dq(
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-    while walk.end > 0:
-        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
+    while walk.steps > 0:
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        for i in range(0, _num_steps(walk, GROUP_SIZE)):
+        for i in range(walk.steps):
+            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, TILE_M,
                     TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         mbarrier.arrive(barriers.k_done.index(0), count=1)
-        first += _num_steps(walk, GROUP_SIZE)
+        first += walk.steps
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
@@ -729,7 +731,7 @@ def _reduce_dq(
 
 @gluon.jit
 def _second_half(
-    p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout: gl.constexpr, operand: gl.constexpr,
+    p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout: gl.constexpr,
     BLOCK_DV: gl.constexpr, LIVE_DV: gl.constexpr, TILE_M: gl.constexpr, DOUT_STAGES: gl.constexpr,
     DSCORES_STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
@@ -737,15 +739,15 @@ def _second_half(
     slot = step % DOUT_STAGES
     dp_acc, dout, neg_delta = _begin_dp(v, dropout, buffers, barriers, step, slot, zeros, layout, TILE_M, BLOCK_DV,
                                         LIVE_DV, DOUT_STAGES)  # fmt: skip
-    dv_acc = warpgroup_mma(gl.convert_layout(p, operand), dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=[dp_acc])
+    dv_acc = columns.accumulate(p, dout, dv)
+    dp = warpgroup_mma_wait(len(dv), deps=[dp_acc])
     dscores = _dscores(p_grad, dp, neg_delta, dropout, layout)
     dscores_slot = step % DSCORES_STAGES
     mbarrier.wait(barriers.dscores_free.index(dscores_slot), _phase(step, DSCORES_STAGES) ^ 1)
     buffers.dscores[HALF].index(dscores_slot).store(dscores)
     fence_async_shared()
     mbarrier.arrive(barriers.dscores_ready.index(2 * dscores_slot + HALF), count=1)
-    dv = warpgroup_mma_wait(0, deps=[dv_acc])
+    dv = columns.wait(dv_acc)
     mbarrier.arrive(barriers.dout_free.index(slot), count=1)
     return dv
 
@@ -759,9 +761,6 @@ def _compute_rows(
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(HALF).reshape([HALF_N, BLOCK_D])
     v = buffers.v.index(HALF).reshape([HALF_N, BLOCK_DV])
@@ -773,60 +772,60 @@ def _compute_rows(
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-    while walk.end > 0:
+    while walk.steps > 0:
         first_col = walk.col_begin + HALF * HALF_N
-        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
-        dk = gl.zeros([HALF_N, BLOCK_D], gl.float32, dk_layout)
-        dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
+        tile, head = _at_step(walk, 0, GROUP_SIZE, DETERMINISTIC)
+        dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D)
+        dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV)
         slot = first % Q_STAGES
         mbarrier.wait(barriers.q_ready.index(slot), _phase(first, Q_STAGES))
         neg_lse = buffers.neg_lse.index(slot)
         start = _start_scores(neg_lse, zeros, score_params, layout)
         q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        scores_acc = _rows_product(k, q, start, LIVE_D)
+        scores_acc = columns.contract(k, q, start, LIVE_D)
         # What the last tile gave has left
         tma_store_wait(0)
         raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
         p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream, dropout,
                              num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
-        dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, operand, BLOCK_DV, LIVE_DV,
+        dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, BLOCK_DV, LIVE_DV,
                           TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
-        for i in range(1, _num_steps(walk, GROUP_SIZE)):
+        for i in range(1, walk.steps):
             step = first + i
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
+            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             slot = step % Q_STAGES
             last_slot = (step - 1) % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             neg_lse = buffers.neg_lse.index(slot)
             start = _start_scores(neg_lse, zeros, score_params, layout)
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
-            scores_acc = _rows_product(k, q, start, LIVE_D)
+            scores_acc = columns.contract(k, q, start, LIVE_D)
             last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
             last_dscores = buffers.dscores[HALF].index((step - 1) % DSCORES_STAGES)
-            dk_acc = warpgroup_mma(last_dscores, last_q, dk, is_async=True)
-            raw_scores = warpgroup_mma_wait(1, deps=[scores_acc])
+            dk_acc = columns.accumulate(last_dscores, last_q, dk)
+            raw_scores = warpgroup_mma_wait(len(dk), deps=[scores_acc])
             p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream,
                                  dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
             p, p_grad = _pinned(p, p_grad, score_params, dropout)
-            dk = warpgroup_mma_wait(0, deps=[dk_acc])
+            dk = columns.wait(dk_acc)
             mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
-            dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, operand, BLOCK_DV, LIVE_DV,
+            dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, BLOCK_DV, LIVE_DV,
                               TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
-        first += _num_steps(walk, GROUP_SIZE)
+        first += walk.steps
         turn += 1
         last = first - 1
         last_q = buffers.q.index(last % Q_STAGES).reshape([TILE_M, BLOCK_D])
         last_dscores = buffers.dscores[HALF].index(last % DSCORES_STAGES)
-        dk_acc = warpgroup_mma(last_dscores, last_q, dk, is_async=True)
+        dk_acc = columns.accumulate(last_dscores, last_q, dk)
         if dropout.rng_state is not None:
-            dv = dv * dropout.keep_scale
+            dv = columns.scale(dv, dropout.keep_scale)
         if DV_FITS:
             mbarrier.arrive(barriers.v_free.index(0), count=1)
         else:
             _store_keys(dv_desc, buffers.v.index(HALF), dv, walk, lengths, first_col, BLOCK_DV, PACKED)
-        dk = warpgroup_mma_wait(0, deps=[dk_acc]) * score_params.scale
+        dk = columns.scale(columns.wait(dk_acc), score_params.scale)
         mbarrier.arrive(barriers.q_free.index(last % Q_STAGES), count=1)
         # The partition of dq has read the last dscores, and those before.
         mbarrier.wait(barriers.dscores_free.index(last % DSCORES_STAGES), _phase(last, DSCORES_STAGES))
@@ -847,31 +846,28 @@ def _compute_rows(
 @gluon.jit
 def _compute_dv(
     dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
-    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, Q_STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
+    TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
-    # wider instructions need more registers than ptxas gives a kernel of 16 warps (C7602)
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(BLOCK_DV, 128), 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(0).reshape([HALF_N, BLOCK_D])
     stream = dropouts.load_stream(dropout, num_heads)
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-    while walk.end > 0:
-        dv = gl.zeros([HALF_N, BLOCK_DV], gl.float32, dv_layout)
-        tile, head = _first_step(walk, GROUP_SIZE, DETERMINISTIC)
+    while walk.steps > 0:
+        dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV, WIDEST)
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
-        for i in range(0, _num_steps(walk, GROUP_SIZE)):
+        for i in range(walk.steps):
             step = first + i
+            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
             neg_lse = buffers.neg_lse.index(slot)
-            scores_acc = _rows_product(k, q, _start_scores(neg_lse, zeros, score_params, layout), LIVE_D)
+            scores_acc = columns.contract(k, q, _start_scores(neg_lse, zeros, score_params, layout), LIVE_D)
             raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
             p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, stream,
                                  dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
@@ -883,17 +879,15 @@ def _compute_dv(
             slot = step % DOUT_STAGES
             mbarrier.wait(barriers.dout_ready.index(slot), _phase(step, DOUT_STAGES))
             dout = buffers.dout.index(slot).reshape([TILE_M, BLOCK_DV])
-            dv_acc = warpgroup_mma(gl.convert_layout(p, operand), dout, dv, is_async=True)
-            dv = warpgroup_mma_wait(0, deps=[dv_acc])
+            dv = columns.wait(columns.accumulate(p, dout, dv))
             mbarrier.arrive(barriers.dout_free.index(slot), count=1)
-            tile, head = _next_step(tile, head, walk, GROUP_SIZE, DETERMINISTIC)
         if dropout.rng_state is not None:
-            dv = dv * dropout.keep_scale
+            dv = columns.scale(dv, dropout.keep_scale)
         mbarrier.wait(barriers.v_done.index(0), turn & 1)
         _store_keys(dv_desc, buffers.v.index(0), dv, walk, lengths, walk.col_begin, BLOCK_DV, PACKED)
         tma_store_wait(0)
         mbarrier.arrive(barriers.v_free.index(0), count=1)
-        first += _num_steps(walk, GROUP_SIZE)
+        first += walk.steps
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
@@ -904,24 +898,16 @@ def _compute_dk(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dk is in two parts where its right half has columns that are left out."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
-    LEFT: gl.constexpr = BLOCK_D if LIVE_D == BLOCK_D else BLOCK_D // 2
-    REST: gl.constexpr = LIVE_D - LEFT
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(LEFT, 128), 16])
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(REST, 16), 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk_layout, 2)
-    rest_operand: gl.constexpr = gl.DotOperandLayout(0, rest_layout, 2)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     v = buffers.v.index(0).reshape([HALF_N, BLOCK_DV])
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
-    while walk.end > 0:
-        dk = gl.zeros([HALF_N, LEFT], gl.float32, dk_layout)
-        dk_rest = gl.zeros([HALF_N, max(REST, 16)], gl.float32, rest_layout)
+    while walk.steps > 0:
+        dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D, WIDEST)
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
-        for i in range(0, _num_steps(walk, GROUP_SIZE)):
+        for i in range(walk.steps):
             step = first + i
             slot = step % DOUT_STAGES
             p_slot = step % P_STAGES
@@ -940,27 +926,15 @@ def _compute_dk(
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
-            operand_dscores = gl.convert_layout(dscores, operand)
-            if REST == 0:
-                dk_acc = warpgroup_mma(operand_dscores, q, dk, is_async=True)
-                dk = warpgroup_mma_wait(0, deps=[dk_acc])
-            else:
-                dk_acc = warpgroup_mma(operand_dscores, q.slice(0, LEFT, dim=1), dk, is_async=True)
-                rest_acc = warpgroup_mma(gl.convert_layout(dscores, rest_operand), q.slice(LEFT, REST, dim=1), dk_rest,
-                                         is_async=True)  # fmt: skip
-                dk, dk_rest = warpgroup_mma_wait(0, deps=[dk_acc, rest_acc])
+            dk = columns.wait(columns.accumulate(dscores, q, dk))
             mbarrier.arrive(barriers.q_free.index(slot), count=1)
         mbarrier.arrive(barriers.v_done.index(0), count=1)
-        dk = dk * scale
+        dk = columns.scale(dk, scale)
         mbarrier.wait(barriers.k_done.index(0), turn & 1)
-        if REST > 0:
-            # What is left of the buffer holds zeros, and dk has no such columns
-            dk_smem = buffers.k.index(0).reshape([HALF_N, BLOCK_D])
-            dk_smem.slice(LEFT, REST, dim=1).store((dk_rest * scale).to(dk_smem.dtype))
         _store_keys(dk_desc, buffers.k.index(0), dk, walk, lengths, walk.col_begin, BLOCK_D, PACKED)
         tma_store_wait(0)
         mbarrier.arrive(barriers.k_free.index(0), count=1)
-        first += _num_steps(walk, GROUP_SIZE)
+        first += walk.steps
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
@@ -990,8 +964,8 @@ def attention_backward(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
-    program), a place for counts that nobody needs, and with DETERMINISTIC a semaphore a tile of dq. table: of
-    `schedule.plan_packed` for tiles of keys, or None.
+    program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
+    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1069,7 +1043,7 @@ def attention_backward(
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
                           LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
-                           BLOCK_D, BLOCK_DV, LIVE_D, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
+                           BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
                            DETERMINISTIC)),
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
@@ -1218,8 +1192,8 @@ def bind(problem, configs):
     """`launch` as a function of operands, out, lse, dout and dlse, for calls of one kind (see `Launches`)."""
     config = configs["backward"]
     launches = Launches(partial(_launch_all, problem, config))
-    # Rows outside of every packed sequence are no kernel's.
-    allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
+    # Rows that no sequence uses are no kernel's, but for those behind the last: see `plan_keys`.
+    allocate = gradients(problem, clear_q=problem.has_seqused_q, clear_kv=problem.has_seqused_k)
     new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
     all_ready = None
 
@@ -1299,7 +1273,7 @@ def workspace_sizes(problem, config):
 def num_counters(problem):
     """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two."""
     if not problem.deterministic:
-        return 1
+        return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
     return padded_rows(problem) // ROW_TILE * total_heads(problem)
 
 
@@ -1342,10 +1316,13 @@ def launch_rows(problem, config, call, launch=launch_now):
 def plan_keys(problem, config, call, launch):
     """The table of tiles of keys: `schedule.plan_packed` with queries and keys exchanged."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
-    # dk and lse stand for what other programs than the first, the only one here, would clear.
-    kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), call.dk, call.lse, problem.batch,
-                        max_key_tiles(problem, config), 0, 0, 0)  # fmt: skip
-    launch(schedule.plan_packed, (1,), kernel_arguments, {"TILE_M": config.tile_n, "BLOCK": 1024}, num_warps=8)
+    rests = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),)
+    if not problem.has_seqused_k:
+        rests += schedule.rest_of(call.dk, cu_seqlens_k), schedule.rest_of(call.dv, cu_seqlens_k)
+    kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), rests, None, problem.batch,
+                        max_key_tiles(problem, config), 0, 0)  # fmt: skip
+    launch(schedule.plan_packed, (arguments.PLAN_PROGRAMS if rests else 1,), kernel_arguments,
+           {"TILE_M": config.tile_n, "LAST_FIRST": False, "BLOCK": 1024}, num_warps=8)  # fmt: skip
 
 
 def launch_main(problem, config, call, launch):
@@ -1356,14 +1333,14 @@ def launch_main(problem, config, call, launch):
     dropout = dropout_of(problem, operands.rng_state)
     describe = packed_descriptor if problem.varlen else descriptor
     num_tiles = max_key_tiles(problem, config)
-    batch_heads = problem.batch * problem.num_heads_kv
-    num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
+    batch_heads = (1 if problem.varlen else problem.batch) * problem.num_heads_kv
+    num_units = num_tiles * batch_heads
     kernel_arguments = (
         describe(operands.q, tile_m, block_d), describe(call.dout, tile_m, block_dv), describe(operands.k, half_n, block_d),
         describe(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(call.dk, half_n, block_d), describe(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config, num_tiles), padded_rows(problem),
+        problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
@@ -1384,20 +1361,22 @@ def launch_convert(problem, config, call, launch):
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
-def heads_in_groups(problem, config, num_tiles):
-    """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
-    them.
+def heads_in_groups(problem, config):
+    """(heads per group, heads of the last group) for `schedule.Order`.
 
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
-    share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads.
+    share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
+    program where query heads share keys: 32 heads, 8 of them a group, 8192 tokens 5.07 ms with 2 key-value heads, 5.25 with 4.
     """
-    if problem.deterministic:
-        rows = rows_in_ordered_groups(problem, config)
-        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     causal = problem.window[1] is not None
-    if problem.varlen:
-        return (2 * config.num_programs * config.tile_n if causal else 0), 1
-    return (min(16, max(1, 2 * config.num_programs // num_tiles)) if causal else 1), 0
+    if problem.deterministic:
+        heads = rows_in_ordered_groups(problem, config) // problem.seqlen_q
+    elif causal:
+        heads = (1 if problem.group_size > 1 else 2) * config.num_programs // triton.cdiv(problem.seqlen_k, config.tile_n)
+        heads = min(16, heads)
+    else:
+        heads = 1
+    return (arguments.equal_groups(problem.num_heads_kv, heads, 1) if problem.varlen else max(1, heads)), 0
 
 
 def rows_in_ordered_groups(problem, config):

@@ -26,8 +26,8 @@ Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program tha
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
-Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros; q kᵀ leaves out those past LIVE_D, p v
-multiplies them), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take:
+Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, products leave them out: see
+columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take:
 see `hopper.refuses`.
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
@@ -71,6 +71,8 @@ cuDNN and FA3 beside it, each once):
 - head dims 64 and 128, a row's sum in eight parts until the end, maxima of 128 keys in two times as many chains: head dim 64,
   8192 keys 527 to 543, causal 510 to 519, causal 2048 414 to 431; head dim 128, 512 keys 545 to 567, causal 1024 464 to 485,
   8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
+- products without columns of zeros (us): 192/128 causal 1089 to 995, full 2136 to 1901; 160 causal 1294 to 1126; 96 760 to 734.
+- packed calls, groups of heads of equal size: 2 x 8192 keys of 16 heads, causal, 901 to 839 us (dense 790).
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -82,6 +84,10 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   keys, head dim 64 / 128 / 256: 184 / 272 / 327 instead of 212 / 309 / 338; two steps before the end instead of one: no
   change.
 - l2_bytes of 4, 8, 12, 20, 30, 40 MiB: within 3% from 2048 keys on; 80 MiB slower; at 512 keys 4 MiB is 6% slower than 20.
+- packed calls, the next tile asked for when a tile begins, since the table takes as long to read as the number: 2 x 8192 keys
+  839 to 879 us, a tile earlier still 939 (16 x 1024 keys 155, 158, 169). A program that asks early takes a tile that another
+  would begin before; a simulation of the order alone says 4% and 3% for the first. The table is now read under the last loads.
+- head dim 192/128 with a row's sums in parts and acc rescaled in each step: causal 995 to 1017 us, full 1901 to 1878.
 - head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096; 2 consumers of
   128 keys are slower than 4 at 512 and 1024 keys (209 / 267, 312 / 364 causal).
 - without turns: at head dim 128 equal (8192 keys 669 and 673, causal 636 and 638); with half of the queries in registers at
@@ -134,6 +140,7 @@ from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
+from flashtile.hopper import columns
 from flashtile.hopper.arguments import bind_forward
 
 # Query rows of a consumer: what one wgmma of 4 warps holds.
@@ -169,9 +176,9 @@ def _rescaling_constraints(count):
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
-# For value head dims of 64, 128, 256: a thread has half as many registers of acc.
-_RESCALE = gl.constexpr(tuple(_rescaling(count) for count in (32, 64, 128)))
-_RESCALE_CONSTRAINTS = gl.constexpr(tuple(_rescaling_constraints(count) for count in (32, 64, 128)))
+# By columns of acc, of which a thread has half as many registers
+_RESCALE = gl.constexpr({n: _rescaling(n // 2) for n in (16, 32, 64, 128, 256)})
+_RESCALE_CONSTRAINTS = gl.constexpr({n: _rescaling_constraints(n // 2) for n in (16, 32, 64, 128, 256)})
 # Passes $1 through, and looks as if it could store it where $2 is negative, which no number of heads is.
 _PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
@@ -220,24 +227,27 @@ def _slot(step, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """The part of all consumers together, and the lengths of its sequence.
+def _find_tile(unit, order, table, lengths, LAST_FIRST: gl.constexpr):
+    """(whether there is a unit-th tile, where it is, the lengths of its sequence)."""
+    if table is None:
+        work = schedule.tile_of_unit(unit, order, LAST_FIRST)
+    else:
+        work, lengths = schedule.packed_tile_of_unit(unit, order, table)
+    return unit < order.total_heads * order.num_tiles, work, lengths
+
+
+@gluon.jit
+def _tile_part(exists, work, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """The part of all consumers together.
 
     At least one key tile, so that empty rows need no path of their own; an end of 0 says that there is no such tile.
     """
-    LAST_FIRST: gl.constexpr = window.right is not None
-    if table is None:
-        exists = unit < order.total_heads * order.num_tiles
-        work = schedule.tile_of_unit(unit, order, LAST_FIRST)
-    else:
-        exists = unit < order.num_tiles * order.num_heads
-        work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
     row_begin = work.tile * TILE_M
     tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
     end = gl.maximum(tiles.end, 1)
     begin = gl.minimum(tiles.begin, end - 1)
     end = gl.where(exists, end, 0)
-    return Part(work.batch, work.head, row_begin, begin, end, 0, 0), lengths
+    return Part(work.batch, work.head, row_begin, begin, end, 0, 0)
 
 
 @gluon.jit
@@ -389,12 +399,14 @@ def _load(
     """The producer: all tiles of this program, and all loads."""
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
+    LAST_FIRST: gl.constexpr = window.right is not None
     index = 0
     step = 0
     v_place = 0
     v_head = 0
     v_row = 0
-    part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
+    exists, work, lengths = _find_tile(gl.program_id(0), order, table, lengths, LAST_FIRST)
+    part = _tile_part(exists, work, lengths, window, TILE_M, TILE_N)
     _publish(ring, part, lengths, index, PACKED)
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
@@ -410,15 +422,16 @@ def _load(
         if steps > 1:
             _load_step(k_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
                        NUM_STAGES, PACKED)  # fmt: skip
-        next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
+        exists, work, next_lengths = _find_tile(_answer(numbers), order, table, lengths, LAST_FIRST)
         _load_step(k_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
                    NUM_STAGES, PACKED)  # fmt: skip
+        # After the loads, under which the table of a packed call is read
+        part = _tile_part(exists, work, next_lengths, window, TILE_M, TILE_N)
         v_place = k_place
         v_head = kv_head
         v_row = first_row - (steps - 1) * TILE_N
         step += steps
         index += 1
-        part = next_part
         lengths = next_lengths
         _publish(ring, part, lengths, index, PACKED)
     # A packed call may have fewer tiles than programs.
@@ -457,7 +470,7 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
 
 @gluon.jit
 def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Start q kᵀ of a step, of LIVE_D columns (see `tiles.live_columns`); its keys must be there.
+    """Start q kᵀ of a step, of LIVE_D columns; its keys must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it.
     """
@@ -467,15 +480,12 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
     q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
     k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
     nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
-    HALF: gl.constexpr = BLOCK_D // 2
-    REST: gl.constexpr = LIVE_D - HALF
-    if q_left is None and LIVE_D == BLOCK_D:
-        return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if q_left is None:
+        return columns.contract(q, k, nothing, LIVE_D, USE_ACC=False)
     else:
-        left = q.slice(0, HALF, dim=1) if q_left is None else q_left
-        right = q.slice(HALF if q_left is None else 0, REST, dim=1)
-        raw = warpgroup_mma(left, k.slice(0, HALF, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        return warpgroup_mma(right, k.slice(HALF, REST, dim=1).permute((1, 0)), raw, is_async=True)
+        raw = warpgroup_mma(q_left, k.slice(0, COLS, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        q_rest, k_rest = q.slice(0, LIVE_D - COLS, dim=1), k.slice(COLS, LIVE_D - COLS, dim=1)
+        return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
@@ -484,8 +494,7 @@ def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.const
     """Wait for the values of a step, start acc + p v, and pass the turn."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.v_ready.index(slot), phase)
-    v = ring.v_smem.index(slot).reshape([TILE_N, acc.shape[1]])
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([TILE_N, ring.v_smem.shape[-1]]), acc)
     _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
     return acc
 
@@ -537,16 +546,11 @@ def _halves(x):
 
 
 @gluon.jit
-def _as_operand(p, kept, dropout, ring, acc_layout: gl.constexpr):
+def _as_operand(p, kept, dropout, ring, acc):
     """p in the dtype of v, as the left operand of p v; with dropout FACTOR * p, or 0."""
     if dropout.rng_state is not None:
         p = dropouts.drop(p, kept)
-    return gl.convert_layout(p.to(ring.v_smem.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-
-
-@gluon.jit
-def _per_row(x, acc_layout: gl.constexpr):
-    return gl.convert_layout(x, gl.SliceLayout(1, acc_layout))[:, None]
+    return columns.as_operand(p.to(ring.v_smem.dtype), acc[0])
 
 
 @gluon.jit
@@ -569,16 +573,21 @@ def _begin(logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _rescale_lazily(x, correction):
+    COLUMNS: gl.constexpr = x.shape[1]
+    factors = gl.convert_layout(correction, gl.SliceLayout(1, x.type.layout))[:, None]
+    return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, factors], dtype=gl.float32,
+                                     is_pure=True, pack=COLUMNS // 2)  # fmt: skip
+
+
+@gluon.jit
 def _rescale(acc, correction, LAZY: gl.constexpr):
-    layout: gl.constexpr = acc.type.layout
-    factors = _per_row(correction, layout)
-    if LAZY:
-        BLOCK_DV: gl.constexpr = acc.shape[1]
-        which: gl.constexpr = BLOCK_DV // 128
-        return gl.inline_asm_elementwise(_RESCALE[which], _RESCALE_CONSTRAINTS[which], [acc, factors], dtype=gl.float32,
-                                         is_pure=True, pack=BLOCK_DV // 2)  # fmt: skip
+    if not LAZY:
+        return columns.scale(acc, correction)
+    elif len(acc) == 1:
+        return (_rescale_lazily(acc[0], correction),)
     else:
-        return acc * factors
+        return _rescale_lazily(acc[0], correction), _rescale_lazily(acc[1], correction)
 
 
 @gluon.jit
@@ -588,20 +597,19 @@ def _absorb_tile(
     NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before."""
-    acc_layout: gl.constexpr = acc.type.layout
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
     raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
-    raw = warpgroup_mma_wait(1, deps=[raw])
+    raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED)
-    acc = warpgroup_mma_wait(0, deps=[product])
+    acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, _rescale(acc, correction, LAZY), _as_operand(p, kept, dropout, ring, acc_layout)
+    return state, _rescale(acc, correction, LAZY), _as_operand(p, kept, dropout, ring, acc)
 
 
 @gluon.jit
@@ -639,15 +647,19 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     left: slot for the left half of out, and the other has the right one; None: all of it.
     """
     COLS: gl.constexpr = out_desc.block_type.shape[-1]
-    out = acc.to(ring.v_smem.dtype)
     buffer = ring.out_smem.index(slot)
+    tile = buffer.reshape([ROWS, COLS])
     if left is None:
-        buffer.reshape([ROWS, COLS]).store(out)
+        columns.store(acc, tile)
     else:
-        out_left, out_right = _halves(out)
         left_buffer = ring.out_smem.index(left)
-        left_buffer.reshape([ROWS, COLS]).store(out_left)
-        buffer.reshape([ROWS, COLS]).store(out_right)
+        if len(acc) == 1:
+            out_left, out_right = _halves(acc[0].to(ring.v_smem.dtype))
+            left_buffer.reshape([ROWS, COLS]).store(out_left)
+            tile.store(out_right)
+        else:
+            left_buffer.reshape([ROWS, COLS]).store(acc[0].to(ring.v_smem.dtype))
+            tile.slice(0, acc[1].shape[1], dim=1).store(acc[1].to(ring.v_smem.dtype))
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
@@ -670,13 +682,12 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 @gluon.jit
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
-    HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
-    PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
-    BLOCK_DV: gl.constexpr = ring.v_smem.shape[-1]
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
     scale_log2 = scores.scale_log2(score_params)
     stream = dropouts.load_stream(dropout, num_heads)
 
@@ -707,11 +718,11 @@ def _compute(
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
     state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
-    p = _as_operand(p, kept, dropout, ring, acc_layout)
+    p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
         _skip_values(ring, step - skipped, skipped, NUM_STAGES)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
+        acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
         unmasked_end = part.end - 1
@@ -760,7 +771,7 @@ def _compute(
         raw = _start_scores(ring, next_q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
-        raw = warpgroup_mma_wait(1, deps=[raw])
+        raw = warpgroup_mma_wait(len(acc), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
@@ -769,10 +780,10 @@ def _compute(
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
                          MASK_FIRST)  # fmt: skip
         next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
-        p = _as_operand(p, kept, dropout, ring, acc_layout)
+        p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
-        acc = warpgroup_mma_wait(0, deps=[product])
+        acc = columns.wait(product)
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
         if not LAZY:
             state = softmax.join(state)
@@ -780,11 +791,11 @@ def _compute(
             row_layout: gl.constexpr = state.row_max.type.layout
             heads = _rows_and_heads(part, HEADS, row_layout)[1]
             state, correction = softmax.absorb_sink(state, gl.load(sinks + heads).to(gl.float32))
-            acc = acc * _per_row(correction, acc_layout)
+            acc = columns.scale(acc, correction)
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * (dropout.keep_scale / dropouts.FACTOR)
-        _store(out_desc, lse, ring, acc * _per_row(inverse, acc_layout), row_lse, part, lengths, lse_stride, num_heads,
+        _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, lse_stride, num_heads,
                CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
@@ -837,13 +848,13 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
 def attention_forward(
     q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
-    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
+    table: of `schedule.plan_packed`, or None. num_tiles, total_heads: in a packed call of all sequences together, and of one.
     """
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -858,33 +869,42 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 0)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 1)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 2)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT, PACKED, 3)),
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
