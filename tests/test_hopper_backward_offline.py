@@ -20,10 +20,11 @@ HERE = Path(__file__).parent
 # Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (304,
 # but 1584 with Triton 3.8 at head dim 64).
-SPILLS = {"plain": 16, "causal": 80, "deterministic": 48, "packed": 96, "dropout": 1584, "features": 368}
+SPILLS = {"plain": 16, "causal": 80, "deterministic": 48, "packed": 96, "dropout": 1584, "features": 368, "grouped": 96}
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
+    "grouped": {"window": (None, 0)},
     "deterministic": {"deterministic": True},
     "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
     "dropout": {"window": (None, 0), "dropout_p": 0.1},
@@ -32,7 +33,8 @@ OPTIONS = {
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
          (128, 128, "deterministic"), (256, 256, "deterministic"), (64, 64, "packed"), (128, 128, "packed"),
-         (256, 256, "packed"), (64, 64, "dropout"), (256, 256, "dropout")]  # fmt: skip
+         (256, 256, "packed"), (64, 64, "dropout"), (256, 256, "dropout"), (96, 96, "causal"), (192, 192, "causal"),
+         (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -50,7 +52,7 @@ def _compile(call):
 
     dim, dim_v, name = call
     features = name == "features"
-    heads_kv = 2 if features else 4
+    heads_kv = 2 if features else 1 if name == "grouped" else 4
     packed = name == "packed"
     # 1000 keys: the last tile is not whole
     q, k, v, out = (torch.empty(*([] if packed else [1]), 1000, heads, d, dtype=torch.bfloat16, device="meta")
@@ -89,6 +91,14 @@ def main_kernels(reports):
 def test_products_run_on_wgmma(reports):
     for report in main_kernels(reports):
         assert set(report["tensor_core"]) == {"HGMMA"}, report["call"]
+
+
+def test_columns_of_zeros_are_left_out(reports):
+    """Head dims 96, 192 and 192/128 have fewer products than the 128 and 256 of their tiles."""
+    products = {report["call"]: report["tensor_core"]["HGMMA"] for report in main_kernels(reports)}
+    for dim, dim_v, block in ((96, 96, 128), (192, 192, 256), (192, 128, 256)):
+        fewer, all_of_block = (products[f"attention_backward d{x} dv{y} causal"] for x, y in ((dim, dim_v), (block, block)))
+        assert fewer < all_of_block
 
 
 def test_spills_stay_in_budget(reports):

@@ -29,6 +29,8 @@ OPTIONS = {
     "features": {"window": (200, 100), "softcap": 20.0},
     "dropout": {"dropout_p": 0.1},
     "heads": {"causal": True},
+    # three quarters of a block
+    "columns": {"causal": True},
 }
 
 pytestmark = [
@@ -50,6 +52,8 @@ def _calls():
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
     yield len(tiles.HOPPER) - 1, "heads"
+    yield len(tiles.HOPPER) - 2, "columns"
+    yield len(tiles.HOPPER) - 1, "columns"
 
 
 def _compile(call):
@@ -64,12 +68,13 @@ def _compile(call):
     features = name == "features"
     # Of the eight heads of a group, which share tiles
     seqlen_q, num_heads, config = (16, 32, replace(row.config, heads=8)) if name == "heads" else (4096, 4, row.config)
-    q, k, v = (torch.empty(1, seqlen, heads, row.block_dim, dtype=torch.bfloat16, device="meta")
+    head_dim = row.block_dim * 3 // 4 if name == "columns" else row.block_dim
+    q, k, v = (torch.empty(1, seqlen, heads, head_dim, dtype=torch.bfloat16, device="meta")
                for seqlen, heads in ((seqlen_q, num_heads), (4096, 4), (4096, 4)))  # fmt: skip
     window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
     problem = AttentionProblem(
-        batch=1, seqlen_q=seqlen_q, seqlen_k=4096, num_heads=num_heads, num_heads_kv=4, head_dim=row.block_dim,
-        head_dim_v=row.block_dim, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
+        batch=1, seqlen_q=seqlen_q, seqlen_k=4096, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
+        head_dim_v=head_dim, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
         softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0), has_alibi=features,
         has_sinks=features,
     )  # fmt: skip
@@ -77,7 +82,7 @@ def _compile(call):
     rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, config, Operands(q, k, v, alibi_slopes=vector, sinks=vector, rng_state=rng_state))
-    return {"call": f"row {number} d{row.block_dim} {name}", "kind": (name, row.block_dim), **asdict(reports[-1])}
+    return {"call": f"row {number} d{head_dim} {name}", "kind": (name, row.block_dim), **asdict(reports[-1])}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +102,13 @@ def test_products_run_on_wgmma(reports):
     for report in reports:
         assert report["tensor_core"].get("HGMMA", 0) > 0, report["call"]
         assert set(report["tensor_core"]) == {"HGMMA"}, report["call"]
+
+
+def test_columns_of_zeros_are_left_out(reports):
+    """Head dims 96 and 192 have fewer products than the 128 and 256 of their tiles."""
+    products = {tuple(report["kind"]): report["tensor_core"]["HGMMA"] for report in reports}
+    for block_dim in (128, 256):
+        assert products["columns", block_dim] < products["causal", block_dim]
 
 
 def test_spills_stay_in_budget(reports):
