@@ -29,10 +29,10 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(out + 3 * unit + 2, work.batch)
 
     @triton.jit
-    def _list_packed_tiles(out, num_units, table, num_heads, heads_per_group):
-        order = schedule.Order(tl.load(table), num_heads, num_heads, heads_per_group, 0)
+    def _list_packed_tiles(out, num_units, table, num_heads, rows_in_l2, group_size, LAST_FIRST: tl.constexpr):
+        order = schedule.Order(tl.load(table), num_heads, 0, rows_in_l2, group_size)
         for unit in range(num_units):
-            work, lengths = schedule.packed_tile_of_unit(unit, order, table)
+            work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
             tl.store(out + 7 * unit, work.tile)
             tl.store(out + 7 * unit + 1, work.head)
             tl.store(out + 7 * unit + 2, work.batch)
@@ -70,10 +70,9 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_packed_tiles(lengths, used, last_first):
+def test_packed_tiles(lengths, used):
     """The table has each tile of each sequence once; rows behind the last sequence are cleared, and no others."""
     heads, dim, tile_m, behind = 3, 8, 128, 7
     starts_q, starts_k = ([0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths))
@@ -87,8 +86,7 @@ def test_packed_tiles(lengths, used, last_first):
     packing = Packing(cu_seqlens_q, cu_seqlens_k, *seqused)
     other = torch.full((starts_k[-1] + 1, 1, 5), 7.0)
     rests = schedule.rest_of(out, cu_seqlens_q), schedule.rest_of(other, cu_seqlens_k)
-    schedule.plan_packed[(3,)](table, packing, rests, lse, len(lengths), max_tiles, total_q, heads, TILE_M=tile_m,
-                               LAST_FIRST=last_first, BLOCK=64)  # fmt: skip
+    schedule.plan_packed[(3,)](table, packing, rests, lse, len(lengths), max_tiles, total_q, heads, TILE_M=tile_m, BLOCK=64)
     assert (out[starts_q[-1] :] == 0).all() and (out[: starts_q[-1]] == 7).all()
     assert (other[-1] == 0).all() and (other[:-1] == 7).all()
     assert (lse[:, starts_q[-1] :] == float("-inf")).all() and (lse[:, : starts_q[-1]] == 7).all()
@@ -100,8 +98,8 @@ def test_packed_tiles(lengths, used, last_first):
     assert table[0].item() * heads == len(expected)
     assert 0 <= table[8] < len(lengths)
     listed = torch.full((len(expected), 7), -1, dtype=torch.int32)
-    for heads_per_group in (1, 2, 3):
-        _list_packed_tiles[(1,)](listed, len(expected), table, heads, heads_per_group)
+    for last_first in (False, True):
+        _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, last_first)
         assert sorted(map(tuple, listed.tolist())) == sorted(expected)
         for head in {(row[1], row[2]) for row in listed.tolist()}:
             tiles = [row[0] for row in listed.tolist() if (row[1], row[2]) == head]

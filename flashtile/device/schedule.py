@@ -33,8 +33,7 @@ class Order(NamedTuple):
     """In which order a persistent kernel takes its tiles; `tile_of_unit` numbers them.
 
     Heads (of all sequences, counted through) go in groups of heads_per_group, whose keys and values fit in L2 together, the
-    last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other. A packed call has
-    the tiles of all its sequences for those of one.
+    last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other.
     """
 
     num_tiles: Any
@@ -103,18 +102,14 @@ def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads"])
-def plan_packed(
-    table, packing, rests, lse, batch, max_tiles, total_q, num_heads, TILE_M: tl.constexpr, LAST_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def plan_packed(table, packing, rests, lse, batch, max_tiles, total_q, num_heads, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
     """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
     table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
-    since all programs read one; then each one's first tile. LAST_FIRST: a sequence's last tile, the longest under a causal
-    mask, has its first entry. rests: a tuple of Rest. lse: (num_heads, total_q), or None.
+    since all programs read one; then each one's first tile. rests: a tuple of Rest. lse: (num_heads, total_q), or None.
     """
     if tl.program_id(0) == 0:
-        _write_table(table, packing, batch, max_tiles, TILE_M, LAST_FIRST, BLOCK)
+        _write_table(table, packing, batch, max_tiles, TILE_M, BLOCK)
     else:
         for i in tl.static_range(len(rests)):
             _clear_rest(rests[i], batch, BLOCK)
@@ -123,7 +118,7 @@ def plan_packed(
 
 
 @triton.jit
-def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):
+def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
     first_tile = table + ENTRY * (1 + max_tiles)
     total = 0
     for begin in range(0, batch, BLOCK):
@@ -149,24 +144,30 @@ def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, LAST_FI
         lengths = load_lengths(packing, low, 0, 0)
         entry = table + ENTRY * (1 + tile)
         inside = tile < tl.maximum(total, 1)
-        place = tile - tl.load(first_tile + low)
-        if LAST_FIRST:
-            place = tl.cdiv(lengths.seqlen_q, TILE_M) - 1 - place
         tl.store(entry, low, mask=inside)
-        tl.store(entry + 1, place, mask=inside)
-        tl.store(entry + 2, lengths.start_q.to(tl.int32), mask=inside)
-        tl.store(entry + 3, lengths.seqlen_q, mask=inside)
-        tl.store(entry + 4, lengths.start_k.to(tl.int32), mask=inside)
-        tl.store(entry + 5, lengths.seqlen_k, mask=inside)
+        tl.store(entry + 1, tl.load(first_tile + low), mask=inside)
+        tl.store(entry + 2, tl.cdiv(lengths.seqlen_q, TILE_M), mask=inside)
+        tl.store(entry + 3, lengths.start_q.to(tl.int32), mask=inside)
+        tl.store(entry + 4, lengths.seqlen_q, mask=inside)
+        tl.store(entry + 5, lengths.start_k.to(tl.int32), mask=inside)
+        tl.store(entry + 6, lengths.seqlen_k, mask=inside)
 
 
 @triton.jit
-def packed_tile_of_unit(unit, order, table):
-    """The unit-th tile of a packed call and the lengths of its sequence. order: of num_tiles that the table has for a head.
+def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
+    """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
 
-    Nothing is computed from what the table says, so that a caller can do something else until it has come.
+    order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
+    heads that share keys. Groups are of equal size, since the last one's tiles are shared by fewer programs at a time.
     """
-    work = tile_of_unit(unit, order, False)
-    entry = table + ENTRY * (1 + tl.minimum(work.tile, tl.maximum(order.num_tiles - 1, 0)))
-    lengths = Lengths(tl.load(entry + 2), tl.load(entry + 4), tl.load(entry + 3), tl.load(entry + 5))
-    return Work(tl.load(entry + 1), work.head, tl.load(entry)), lengths
+    entry = table + ENTRY * (1 + tl.minimum(unit // order.num_heads, tl.maximum(order.num_tiles - 1, 0)))
+    batch = tl.load(entry)
+    first_tile = tl.load(entry + 1)
+    num_tiles = tl.load(entry + 2)
+    lengths = Lengths(tl.load(entry + 3), tl.load(entry + 5), tl.load(entry + 4), tl.load(entry + 6))
+    shared = tl.cdiv(order.num_heads, order.tail_heads)
+    most = tl.minimum(tl.maximum(order.heads_per_group // tl.maximum(lengths.seqlen_k, 1), 1), shared)
+    heads = tl.cdiv(shared, tl.cdiv(shared, most)) * order.tail_heads
+    inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
+    work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
+    return Work(work.tile, work.head, batch), lengths

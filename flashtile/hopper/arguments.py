@@ -125,8 +125,7 @@ def plan_packed_arguments(problem, config, operands, out, lse, table):
     rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
     arguments = (table, packing, rests, rest_lse, problem.batch, max_query_tiles(problem, config), problem.total_q,
                  problem.num_heads)  # fmt: skip
-    return arguments, {"TILE_M": config.queries, "LAST_FIRST": problem.window[1] is not None,
-                       "BLOCK": 1024}, (PLAN_PROGRAMS if rests else 1,)
+    return arguments, {"TILE_M": config.queries, "BLOCK": 1024}, (PLAN_PROGRAMS if rests else 1,)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -143,24 +142,19 @@ def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
     return split_q, smem_bytes - 1024 - stages >= consumers * (q_bytes + out_bytes)
 
 
-def equal_groups(num_heads, most, group_size):
-    """Heads per group where at most `most` go together: groups of about one size, of heads that share keys all."""
-    shared = -(-num_heads // group_size)
-    return -(-shared // -(-shared // max(1, min(most // group_size, shared)))) * group_size
-
-
 def heads_in_groups(problem, config, num_tiles, num_sms):
     """(heads per group, heads of the last group) for `schedule.Order`, which takes heads that share tiles for one."""
+    total_heads = problem.batch * problem.num_heads // config.heads
     group_size = problem.group_size // config.heads
-    total_heads = (1 if problem.varlen else problem.batch) * problem.num_heads // config.heads
-    bytes_per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    causal = problem.window[1] is not None
-    most = max(1, config.l2_bytes // bytes_per_head if causal else 0) * group_size
     if problem.varlen:
-        return equal_groups(total_heads, most, group_size), 0
-    if not causal:
+        # Rows of keys that fit, heads that share them
+        row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+        return (0 if problem.window[1] is None else config.l2_bytes // row_bytes), group_size
+    if problem.window[1] is None:
         return 1, 0
+    bytes_per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     # About 4 tiles a program in the last group: short enough that programs end together.
+    most = max(1, config.l2_bytes // bytes_per_head) * group_size
     tail = min(total_heads, max(most, -(-4 * num_sms // (2 * num_tiles))))
     groups = -(-(total_heads - tail) // most)
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
@@ -184,7 +178,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         describe(operands.k, config.tile_n, block_d), describe(operands.v, config.tile_n, block_dv),
         describe(out, ROWS, block_dv if own_out else block_dv // 2, config.heads), lse, counter, table, Window(*problem.window),
         score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads,
-        num_heads if problem.varlen else total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
     queries = ROWS // config.heads

@@ -247,11 +247,12 @@ def _peek(word):
 def _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
     """The unit-th tile of keys, and the lengths of its sequence. fronts: of `_load`, or None."""
     if table is None:
+        exists = unit < order.total_heads * order.num_tiles
         work = schedule.tile_of_unit(unit, order, False)
     else:
-        work, swapped = schedule.packed_tile_of_unit(unit, order, table)
+        exists = unit < order.num_tiles * order.num_heads
+        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
         lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
-    exists = unit < order.total_heads * order.num_tiles
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
     steps = gl.where(exists, (tiles.end - tiles.begin) * GROUP_SIZE, 0)
@@ -1322,7 +1323,7 @@ def plan_keys(problem, config, call, launch):
     kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), rests, None, problem.batch,
                         max_key_tiles(problem, config), 0, 0)  # fmt: skip
     launch(schedule.plan_packed, (arguments.PLAN_PROGRAMS if rests else 1,), kernel_arguments,
-           {"TILE_M": config.tile_n, "LAST_FIRST": False, "BLOCK": 1024}, num_warps=8)  # fmt: skip
+           {"TILE_M": config.tile_n, "BLOCK": 1024}, num_warps=8)  # fmt: skip
 
 
 def launch_main(problem, config, call, launch):
@@ -1333,8 +1334,8 @@ def launch_main(problem, config, call, launch):
     dropout = dropout_of(problem, operands.rng_state)
     describe = packed_descriptor if problem.varlen else descriptor
     num_tiles = max_key_tiles(problem, config)
-    batch_heads = (1 if problem.varlen else problem.batch) * problem.num_heads_kv
-    num_units = num_tiles * batch_heads
+    batch_heads = problem.batch * problem.num_heads_kv
+    num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
         describe(operands.q, tile_m, block_d), describe(call.dout, tile_m, block_dv), describe(operands.k, half_n, block_d),
         describe(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
@@ -1362,21 +1363,23 @@ def launch_convert(problem, config, call, launch):
 
 
 def heads_in_groups(problem, config):
-    """(heads per group, heads of the last group) for `schedule.Order`.
+    """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
+    them.
 
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
     program where query heads share keys: 32 heads, 8 of them a group, 8192 tokens 5.07 ms with 2 key-value heads, 5.25 with 4.
     """
-    causal = problem.window[1] is not None
     if problem.deterministic:
-        heads = rows_in_ordered_groups(problem, config) // problem.seqlen_q
-    elif causal:
-        heads = (1 if problem.group_size > 1 else 2) * config.num_programs // triton.cdiv(problem.seqlen_k, config.tile_n)
-        heads = min(16, heads)
-    else:
-        heads = 1
-    return (arguments.equal_groups(problem.num_heads_kv, heads, 1) if problem.varlen else max(1, heads)), 0
+        rows = rows_in_ordered_groups(problem, config)
+        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
+    causal = problem.window[1] is not None
+    if problem.varlen:
+        return (2 * config.num_programs * config.tile_n if causal else 0), 1
+    if not causal:
+        return 1, 0
+    tiles = (1 if problem.group_size > 1 else 2) * config.num_programs
+    return min(16, max(1, tiles // max_key_tiles(problem, config))), 0
 
 
 def rows_in_ordered_groups(problem, config):

@@ -84,9 +84,10 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   keys, head dim 64 / 128 / 256: 184 / 272 / 327 instead of 212 / 309 / 338; two steps before the end instead of one: no
   change.
 - l2_bytes of 4, 8, 12, 20, 30, 40 MiB: within 3% from 2048 keys on; 80 MiB slower; at 512 keys 4 MiB is 6% slower than 20.
-- packed calls, the next tile asked for when a tile begins, since the table takes as long to read as the number: 2 x 8192 keys
-  839 to 879 us, a tile earlier still 939 (16 x 1024 keys 155, 158, 169). A program that asks early takes a tile that another
-  would begin before; a simulation of the order alone says 4% and 3% for the first. The table is now read under the last loads.
+- packed calls, the next tile asked for when a tile begins, since the table takes as long to read as the number, and the table
+  in the order of tiles, so that less is left to compute: 2 x 8192 keys 839 to 879 us; asked for a tile earlier still 939 (16 x
+  1024 keys 155, 158, 169). A program that asks early takes a tile that another would begin before: a simulation of the order
+  alone says 4% and 3%.
 - head dim 192/128 with a row's sums in parts and acc rescaled in each step: causal 995 to 1017 us, full 1901 to 1878.
 - head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096; 2 consumers of
   128 keys are slower than 4 at 512 and 1024 keys (209 / 267, 312 / 364 causal).
@@ -227,27 +228,24 @@ def _slot(step, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _find_tile(unit, order, table, lengths, LAST_FIRST: gl.constexpr):
-    """(whether there is a unit-th tile, where it is, the lengths of its sequence)."""
-    if table is None:
-        work = schedule.tile_of_unit(unit, order, LAST_FIRST)
-    else:
-        work, lengths = schedule.packed_tile_of_unit(unit, order, table)
-    return unit < order.total_heads * order.num_tiles, work, lengths
-
-
-@gluon.jit
-def _tile_part(exists, work, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
-    """The part of all consumers together.
+def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+    """The part of all consumers together, and the lengths of its sequence.
 
     At least one key tile, so that empty rows need no path of their own; an end of 0 says that there is no such tile.
     """
+    LAST_FIRST: gl.constexpr = window.right is not None
+    if table is None:
+        exists = unit < order.total_heads * order.num_tiles
+        work = schedule.tile_of_unit(unit, order, LAST_FIRST)
+    else:
+        exists = unit < order.num_tiles * order.num_heads
+        work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
     row_begin = work.tile * TILE_M
     tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
     end = gl.maximum(tiles.end, 1)
     begin = gl.minimum(tiles.begin, end - 1)
     end = gl.where(exists, end, 0)
-    return Part(work.batch, work.head, row_begin, begin, end, 0, 0)
+    return Part(work.batch, work.head, row_begin, begin, end, 0, 0), lengths
 
 
 @gluon.jit
@@ -399,14 +397,12 @@ def _load(
     """The producer: all tiles of this program, and all loads."""
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
-    LAST_FIRST: gl.constexpr = window.right is not None
     index = 0
     step = 0
     v_place = 0
     v_head = 0
     v_row = 0
-    exists, work, lengths = _find_tile(gl.program_id(0), order, table, lengths, LAST_FIRST)
-    part = _tile_part(exists, work, lengths, window, TILE_M, TILE_N)
+    part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
     _publish(ring, part, lengths, index, PACKED)
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
@@ -422,16 +418,15 @@ def _load(
         if steps > 1:
             _load_step(k_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
                        NUM_STAGES, PACKED)  # fmt: skip
-        exists, work, next_lengths = _find_tile(_answer(numbers), order, table, lengths, LAST_FIRST)
+        next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
         _load_step(k_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
                    NUM_STAGES, PACKED)  # fmt: skip
-        # After the loads, under which the table of a packed call is read
-        part = _tile_part(exists, work, next_lengths, window, TILE_M, TILE_N)
         v_place = k_place
         v_head = kv_head
         v_row = first_row - (steps - 1) * TILE_N
         step += steps
         index += 1
+        part = next_part
         lengths = next_lengths
         _publish(ring, part, lengths, index, PACKED)
     # A packed call may have fewer tiles than programs.
@@ -854,7 +849,7 @@ def attention_forward(
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
-    table: of `schedule.plan_packed`, or None. num_tiles, total_heads: in a packed call of all sequences together, and of one.
+    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
     """
     PACKED: gl.constexpr = table is not None
     if PACKED:
