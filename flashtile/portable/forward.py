@@ -4,10 +4,6 @@ One program owns TILE_M queries of one head and walks over the key tiles that th
 
     scores = q kᵀ;  row_max, p = online softmax;  acc = acc * correction + p v;  at the end out = acc / row_sum, lse
 
-Keys that fit in one tile (ONE_TILE) come with q and v in one trip to memory, where a loop waits for q before it loads k and v.
-Tried for that with loops: q inside of the loop over key tiles, at an address that Triton does not know to be the same, so that
-it is pipelined: 64 tokens of head dim 32 6.5 to 6.2 us on an H200, 8 x 128 tokens of 16 heads of dim 64 9.6 to 10.3.
-
 Key tiles that no query sees are skipped. Mask code runs in two loops at the edges (left: window; right: causal, window,
 last keys), the loop between them has none. Takes every feature of `flashtile.attention`.
 
@@ -39,18 +35,13 @@ from flashtile.problem import Operands
 def _absorb_tile(
     state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params, slope,
     stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr, ALONE: tl.constexpr = False,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden.
-
-    ALONE: in no loop, whose pipeline would load the values in time.
-    """
+    """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden."""
     rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
-    if ALONE:
-        v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     # (TILE_M, TILE_N)
     logits = scores.logits(dot(q, k.T), rows[:, None], cols[None, :], lengths, slope, score_params)
     if MASKED:
@@ -58,8 +49,7 @@ def _absorb_tile(
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
     if dropout.rng_state is not None:
         p = tl.where(dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N), p, 0.0)
-    if not ALONE:
-        v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     acc = dot(p.to(v.dtype), v, acc * correction[:, None])
     return state, acc
 
@@ -68,12 +58,9 @@ def _absorb_tile(
 def attention_forward(
     q, k, v, out, lse, packing, window, score_params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, ONE_TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None.
-
-    ONE_TILE: no sequence has more than TILE_N keys.
-    """
+    """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None."""
     work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
@@ -90,12 +77,7 @@ def attention_forward(
         q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
         state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
         acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-        if ONE_TILE:
-            state, acc = _absorb_tile(
-                state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin, 0, lengths, window, score_params,
-                slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=True, ALONE=True,
-            )  # fmt: skip
-        for part in tl.static_range(0 if ONE_TILE else 3):
+        for part in tl.static_range(3):
             if part != 0 or window.left is not None:
                 begin, end = masks.part_of(tiles, part)
                 for n_tile in tl.range(begin, end):
@@ -147,8 +129,6 @@ def _start(problem, config, launch, *tensors):
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
         score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
-    constexprs = {
-        "TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes, "ONE_TILE": problem.seqlen_k <= config.tile_n,
-    }  # fmt: skip
-    launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments, constexprs,
-           num_warps=config.num_warps, num_stages=config.num_stages)  # fmt: skip
+    launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments,
+           {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes}, num_warps=config.num_warps,
+           num_stages=config.num_stages)  # fmt: skip
