@@ -43,6 +43,14 @@ if importlib.util.find_spec("triton") is not None:
                 tl.store(out + n_tile * num_m + m_tile, tl.where(seen, rank, num_n))
 
     @triton.jit
+    def _steps(out, begin, steps, front, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
+        walk = backward.Walk(0, 2, 0, begin, 0, 0, steps, front)
+        for i in range(steps):
+            tile, head = backward.at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tl.store(out + 2 * i, tile)
+            tl.store(out + 2 * i + 1, head)
+
+    @triton.jit
     def _padded_starts(out, starts, batch):
         for sequence in range(batch):
             tl.store(out + sequence, backward.padded_start(tl.load(starts + sequence), sequence))
@@ -101,7 +109,7 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
             window=(None, 0 if causal else None), deterministic=True,
         )  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        return backward.heads_in_groups(problem, config, )[0], config
+        return backward.heads_in_groups(problem, config)[0], config
 
     group, config = heads(seqlen)
     assert 1 <= heads(2 * seqlen)[0] <= group
@@ -111,6 +119,22 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
         assert 2 * at_once <= 1.5 * steps
     if causal and 512 <= seqlen <= 8192:
         assert 2 * at_once <= 1.05 * seqlen / config.tile_n
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 7), (3, 4), (5, 12)])
+def test_a_walk_has_each_tile_of_each_head_once(begin, end, group_size, deterministic):
+    """Wherever it begins; in a fixed order from the last query to the first, and heads of a tile always follow each other."""
+    steps = (end - begin) * group_size
+    heads = range(2 * group_size, 3 * group_size)
+    for front in range(begin, end):
+        out = torch.full((steps, 2), -1, dtype=torch.int32)
+        _steps[(1,)](out, begin, steps, front, group_size, deterministic)
+        tiles = list(range(begin, end)) if group_size == 1 else [*range(front, begin - 1, -1), *range(end - 1, front, -1)]
+        if deterministic:
+            tiles = list(range(end - 1, begin - 1, -1))
+        assert out.tolist() == [[tile, head] for tile in tiles for head in heads]
 
 
 def test_padded_sequences_do_not_meet():

@@ -22,7 +22,7 @@ together then end together, since one that waits has as many steps less. How man
 
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
-first, and a program that takes a tile of keys begins where others of that key-value head are (`_at_step`), and goes round. By a
+first, and a program that takes a tile of keys begins where others of that key-value head are (`at_step`), and goes round. By a
 simulation of 32 heads, 8 a group, 2 x 8192 tokens, causal, on 30 MB, of the accesses to tiles of q 78% miss with one head after
 the other, 25% with all heads of a tile, 11% with a common place.
 
@@ -215,7 +215,7 @@ class Walk(NamedTuple):
     Steps are counted through, over all tiles of a program, since the rings of buffers go on. In tiles [full_begin, full_end)
     no key is hidden. The number of steps is a word of its own: where it is known as a multiple of the number of heads, the
     computing partitions get more local variables than registers (192 bytes of spills for 8 at head dim 128). front: the query
-    tile of the first step where heads share keys, see `_at_step`.
+    tile of the first step where heads share keys, see `at_step`.
     """
 
     batch: Any
@@ -310,8 +310,8 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
     return walk, lengths
 
 
-@gluon.jit
-def _at_step(walk, i, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
+@triton.jit
+def at_step(walk, i, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
     """(query tile, head) of the i-th step, made of i alone: what a loop carries costs the computing partitions registers.
 
     A fixed order goes from the last query to the first, see above. So do groups of heads, all heads before the next query tile,
@@ -323,7 +323,7 @@ def _at_step(walk, i, GROUP_SIZE: gl.constexpr, DETERMINISTIC: gl.constexpr):
         return walk.begin + (walk.steps - 1 - i) // GROUP_SIZE, head
     elif GROUP_SIZE > 1:
         tile = walk.front - i // GROUP_SIZE
-        return gl.where(tile < walk.begin, tile + walk.steps // GROUP_SIZE, tile), head
+        return tl.where(tile < walk.begin, tile + walk.steps // GROUP_SIZE, tile), head
     else:
         return walk.begin + i, head
 
@@ -421,7 +421,7 @@ def _load(
     while walk.steps > 0:
         for i in range(walk.steps):
             step = first + i
-            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             if fronts is not None:
                 gl.store(fronts + walk.batch * order.num_heads + walk.kv_head, tile + 1)
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
@@ -626,7 +626,7 @@ def _follow_turns(
             for i in range(walk.steps):
                 step = first + i
                 slot = step % TURN_SLOTS
-                tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+                tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
                 semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
                                         PACKED)  # fmt: skip
                 if AWAITS:
@@ -718,7 +718,7 @@ def _reduce_dq(
     while walk.steps > 0:
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
-            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, TILE_M,
                     TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
         mbarrier.arrive(barriers.k_done.index(0), count=1)
@@ -775,7 +775,7 @@ def _compute_rows(
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.steps > 0:
         first_col = walk.col_begin + HALF * HALF_N
-        tile, head = _at_step(walk, 0, GROUP_SIZE, DETERMINISTIC)
+        tile, head = at_step(walk, 0, GROUP_SIZE, DETERMINISTIC)
         dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D)
         dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV)
         slot = first % Q_STAGES
@@ -795,7 +795,7 @@ def _compute_rows(
                           TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         for i in range(1, walk.steps):
             step = first + i
-            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             slot = step % Q_STAGES
             last_slot = (step - 1) % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
@@ -863,7 +863,7 @@ def _compute_dv(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
             step = first + i
-            tile, head = _at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
