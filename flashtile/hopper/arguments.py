@@ -191,6 +191,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         # The queries of a consumer on an aligned diagonal cut one key tile, on another two
-        "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, queries - 1)), "OWN_OUT": own_out,
+        "MASK_OTHERS": left is not None or right is not None and (problem.varlen or diagonal not in (0, queries - 1)),
+        "OWN_OUT": own_out,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

@@ -505,18 +505,24 @@ def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr,
-            MASKED: gl.constexpr):  # fmt: skip
-    """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
-    layout: gl.constexpr = raw.type.layout
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = _rows_and_heads(part, HEADS, row_layout)[0][:, None]
-    cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
-    first_col = n_tile * TILE_N
-    logits = scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
-    if MASKED:
-        logits = gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
-    return logits
+def _positions(part, n_tile, HEADS: gl.constexpr, TILE_N: gl.constexpr, layout: gl.constexpr):
+    """(rows, columns in the tile, the tile's first) of a step's scores."""
+    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+    return rows, gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :], n_tile * TILE_N
+
+
+@gluon.jit
+def _logits(raw, part, n_tile, lengths, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+    """Logits of a step's scores (ROWS, TILE_N)."""
+    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, raw.type.layout)
+    return scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
+
+
+@gluon.jit
+def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+    """logits, -inf where keys are hidden."""
+    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, logits.type.layout)
+    return gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
 
 
 @gluon.jit
@@ -591,7 +597,7 @@ def _absorb_tile(
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of one step, and the product of the step before."""
+    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
@@ -600,7 +606,11 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
+    logits = _logits(raw, part, n_tile, lengths, slope, score_params, HEADS, TILE_N)
+    if MASKED:
+        # In one loop: p from another one would be taken apart and put together again in every step
+        if (n_tile < part.full_begin) | (n_tile >= part.full_end):
+            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
@@ -678,7 +688,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
     OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
@@ -711,7 +721,9 @@ def _compute(
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
+    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N)
+    if MASK_FIRST:
+        logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
     state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
@@ -720,28 +732,11 @@ def _compute(
         acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
-        unmasked_end = part.end - 1
-        if MASK_SECOND:
-            unmasked_end = part.full_end
-            for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
-                state, acc, p = _absorb_tile(
-                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
-                )  # fmt: skip
-        unmasked_begin = part.begin
-        if window.left is not None:
-            unmasked_begin = gl.minimum(part.full_begin, unmasked_end)
-        for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
+        for step in range(last_step - part.end + 2, last_step - part.begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, False,
+                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
             )  # fmt: skip
-        if window.left is not None:
-            for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
-                state, acc, p = _absorb_tile(
-                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
-                )  # fmt: skip
         last_step = last_step - part.begin
 
         # The border: the first scores of the next tile with the last product of this one
@@ -772,8 +767,9 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
-                         MASK_FIRST)  # fmt: skip
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, HEADS, TILE_N)
+        if MASK_FIRST:
+            logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
         next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
@@ -845,7 +841,7 @@ def attention_forward(
     num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
     """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
 
@@ -864,10 +860,10 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
@@ -875,13 +871,13 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -889,16 +885,16 @@ def attention_forward(
             (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
