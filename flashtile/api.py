@@ -29,8 +29,8 @@ def attention(
         dropout_p: probability of dropping an attention weight, in [0, 1); kept weights are divided by 1 - dropout_p. The
             mask comes from torch's default generator of q's device.
         deterministic: the same bits in every backward pass. The portable and CPU tiers always give them; the Hopper tier then
-            sums dq in a fixed order, for 1.0 to 1.2 times the time. Else dq, and dk and dv where query heads share keys, may
-            differ there in their last bits.
+            sums in a fixed order (its time: benchmarks/results/nvidia-h200/deterministic.json). Else dq, and dk and dv where
+            query heads share keys, may differ there in their last bits.
         return_lse: also return the log-sum-exp of each row; gradients flow through it.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32

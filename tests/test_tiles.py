@@ -1,4 +1,4 @@
-"""Arithmetic of tiles and schedules that no GPU is needed for."""
+"""Arithmetic of tiles that no GPU is needed for."""
 
 import pytest
 
@@ -15,4 +15,3 @@ def test_live_columns_hold_the_head_dim_in_two_products(head_dim):
     assert live == block or rest >= 16 and rest & (rest - 1) == 0
     # not twice as many of the right half as there are, but for 16
     assert live == block or rest == 16 or rest < 2 * (head_dim - block // 2)
-

@@ -158,7 +158,7 @@ def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
     """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
 
     order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
-    heads that share keys. Groups are of equal size, since the last one's tiles are shared by fewer programs at a time.
+    heads that share keys. Groups are of about one size: a small last one would leave programs without a tile.
     """
     entry = table + ENTRY * (1 + tl.minimum(unit // order.num_heads, tl.maximum(order.num_tiles - 1, 0)))
     batch = tl.load(entry)

@@ -88,8 +88,10 @@ def _start_forward(kernel, problem, config, launch, *tensors):
     *operands, out, lse, table, counter = tensors
     operands = Operands(*operands)
     if table is not None:
-        arguments, constexprs, grid = plan_packed_arguments(problem, config, operands, out, lse, table)
-        launch(schedule.plan_packed, grid, arguments, constexprs, num_warps=8)
+        packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
+        # All rows are cleared before where sequences may use less than they have.
+        rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
+        launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, rest_lse)
     arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table, counter)
     launch(kernel, grid, arguments, constexprs, num_warps=4)
 
@@ -114,18 +116,11 @@ def table_entries(problem, config):
     return schedule.ENTRY.value * (1 + max_query_tiles(problem, config)) + problem.batch
 
 
-# Of `schedule.plan_packed` where rows behind the last sequence are to be cleared
-PLAN_PROGRAMS = 33
-
-
-def plan_packed_arguments(problem, config, operands, out, lse, table):
-    """(arguments, constexprs, grid) of `schedule.plan_packed`; the first argument is the table."""
-    packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
-    # All rows are cleared before where sequences may use less than they have.
-    rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
-    arguments = (table, packing, rests, rest_lse, problem.batch, max_query_tiles(problem, config), problem.total_q,
-                 problem.num_heads)  # fmt: skip
-    return arguments, {"TILE_M": config.queries, "BLOCK": 1024}, (PLAN_PROGRAMS if rests else 1,)
+def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests, lse=None):
+    """`schedule.plan_packed`, whose other programs than the first have something to do where there are rests."""
+    arguments = (table, packing, rests, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads)
+    grid = (33 if rests else 1,)
+    launch(schedule.plan_packed, grid, arguments, {"TILE_M": tile_rows, "BLOCK": 1024}, num_warps=8)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):

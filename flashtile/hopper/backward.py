@@ -23,7 +23,7 @@ together then end together, since one that waits has as many steps less. How man
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
 first, and a program that takes a tile of keys begins where others of that key-value head are (`at_step`), and goes round. How
-much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md: 72%, 47% and 13%.
+much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -63,6 +63,13 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
         head dim 256   512 causal: 0.99   4096: 1.13, causal 1.11
     the counter, and dk and dv that leave through the buffers of dscores, so that k and v of the next tile come under it: 1.02
         to 1.13 at head dim 64, 1.02 to 1.06 at 128, causal most, against programs with a fixed list of tiles
+    query heads that share keys (ms; 2 x 8192 tokens of 32 heads, 8 a group, and 16384 of 32, 4 a group; head dim 128, causal;
+        of a call without sharing 2.40 for half of the work of the first): one head after the other 5.81, 10.27; all heads of a
+        tile, and the number of steps a word of its own (see Walk) 5.42, 9.91; with a common place 5.25, 9.86; with one tile a
+        program in a group of heads instead of two 4.95, 9.50
+    packed calls, rows behind the last sequence cleared by the kernel that makes the table, not all of dq, dk and dv before:
+        16 x 1024 tokens of 16 heads of dim 128, causal, 577 to 504 us, 2 x 8192 2647 to 2491
+    head dims between blocks, without columns of zeros: 192/128 1.21, causal 1.21; 160 causal 1.22; 96 1.08, causal 1.08
 
 deterministic=True takes 0.99 to 1.10 times as long as the free order at head dim 64, 1.03 to 1.12 at 128, 1.06 to 1.22 at 256,
 where 2048 and 4096 tokens causal are over 1.15 (benchmarks/results/nvidia-h200/deterministic.json). How its order was found, as
@@ -82,14 +89,6 @@ brackets the version before, whose partition of dq polled and counted itself, on
     head dim 128    2048 full 0.99, 1.05, 1.01, 1.32; causal 1.14, 1.13, 1.08, 1.16. 8192 causal 1.14, 1.12, 1.09, 1.00
     head dim 256    2048 full 1.19, 1.05, 1.88, 2.30; causal 1.65, 1.27, 1.17, 1.70. 8192 causal 1.94, 1.44, 1.19, 1.15
     4 without the waits, not deterministic: 0.97 to 1.07 at head dim 64.
-
-    query heads that share keys (ms; 2 x 8192 tokens of 32 heads, 8 a group, and 16384 of 32, 4 a group; head dim 128, causal;
-        of a call without sharing 2.40 for half of the work of the first): one head after the other 5.81, 10.27; all heads of a
-        tile, and the number of steps a word of its own (see Walk) 5.42, 9.91; with a common place 5.25, 9.86; with one tile a
-        program in a group of heads instead of two 4.95, 9.50
-    packed calls, rows behind the last sequence cleared by the kernel that makes the table, not all of dq, dk and dv before:
-        16 x 1024 tokens of 16 heads of dim 128, causal, 577 to 504 us, 2 x 8192 2647 to 2491
-    head dims between blocks, without columns of zeros: 192/128 1.21, causal 1.21; 160 causal 1.22; 96 1.08, causal 1.08
 
 What did not help:
 
@@ -1271,7 +1270,8 @@ def workspace_sizes(problem, config):
 
 
 def num_counters(problem):
-    """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two."""
+    """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two; and than one a key-value
+    head, and one: it has four programs a head or more."""
     if not problem.deterministic:
         return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
     return padded_rows(problem) // ROW_TILE * total_heads(problem)
@@ -1319,10 +1319,8 @@ def plan_keys(problem, config, call, launch):
     rests = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),)
     if not problem.has_seqused_k:
         rests += schedule.rest_of(call.dk, cu_seqlens_k), schedule.rest_of(call.dv, cu_seqlens_k)
-    kernel_arguments = (call.table, Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q), rests, None, problem.batch,
-                        max_key_tiles(problem, config), 0, 0)  # fmt: skip
-    launch(schedule.plan_packed, (arguments.PLAN_PROGRAMS if rests else 1,), kernel_arguments,
-           {"TILE_M": config.tile_n, "BLOCK": 1024}, num_warps=8)  # fmt: skip
+    packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
+    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests)
 
 
 def launch_main(problem, config, call, launch):
@@ -1367,7 +1365,8 @@ def heads_in_groups(problem, config):
 
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
-    program where query heads share keys: 32 heads, 8 of them a group, 8192 tokens 5.07 ms with 2 key-value heads, 5.25 with 4.
+    program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
+    with 4 (one run, not recorded). Packed calls have not been tried with one.
     """
     if problem.deterministic:
         rows = rows_in_ordered_groups(problem, config)

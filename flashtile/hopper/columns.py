@@ -71,7 +71,8 @@ def wait(acc):
 
 
 @gluon.jit
-def _per_row(factors, x):
+def per_row(factors, x):
+    """factors of the rows of x, to multiply it with."""
     return gl.convert_layout(factors, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
@@ -87,7 +88,7 @@ def scale(acc, factors):
 @gluon.jit
 def _scaled(x, factors):
     if factors.type.is_block():
-        return x * _per_row(factors, x)
+        return x * per_row(factors, x)
     else:
         return x * factors
 

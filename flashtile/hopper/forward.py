@@ -570,9 +570,8 @@ def _begin(logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
 @gluon.jit
 def _rescale_lazily(x, correction):
     COLUMNS: gl.constexpr = x.shape[1]
-    factors = gl.convert_layout(correction, gl.SliceLayout(1, x.type.layout))[:, None]
-    return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, factors], dtype=gl.float32,
-                                     is_pure=True, pack=COLUMNS // 2)  # fmt: skip
+    return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, columns.per_row(correction, x)],
+                                     dtype=gl.float32, is_pure=True, pack=COLUMNS // 2)  # fmt: skip
 
 
 @gluon.jit

@@ -52,8 +52,8 @@ def refusal(tier, case, dtype):
 def same(got, want, key, deterministic=False, grouped=False):
     """Whether two runs gave the same bits.
 
-    Without deterministic=True dq may be summed in another order each time, and so may dk and dv where query heads share keys
-    (grouped).
+    Without deterministic=True dq may be summed in another order each time, and so may dk and dv on the Hopper tier where query
+    heads share keys (grouped).
     """
     got, want = got.nan_to_num(7.0), want.nan_to_num(7.0)
     if not deterministic and (key == "dq" or grouped and key in ("dk", "dv")):
@@ -150,7 +150,7 @@ def test_bits_repeat(tier, name, deterministic):
         if first is None:
             first = result
         for key, value in result.items():
-            assert same(value, first[key], key, deterministic, case.heads != case.heads_kv), key
+            assert same(value, first[key], key, deterministic, tier == "hopper" and case.heads != case.heads_kv), key
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -206,7 +206,7 @@ def test_cuda_graph(tier, name):
     graph.replay()
     torch.cuda.synchronize()
     for got, key in zip((*results, *grads), ("out", "lse", "dq", "dk", "dv", "dsinks")):
-        assert same(got, eager[key], key, grouped=case.heads != case.heads_kv), key
+        assert same(got, eager[key], key, grouped=tier == "hopper" and case.heads != case.heads_kv), key
 
 
 def test_cuda_graph_draws_new_dropout(tier):
