@@ -647,13 +647,9 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         columns.store(acc, tile)
     else:
         left_buffer = ring.out_smem.index(left)
-        if len(acc) == 1:
-            out_left, out_right = _halves(acc[0].to(ring.v_smem.dtype))
-            left_buffer.reshape([ROWS, COLS]).store(out_left)
-            tile.store(out_right)
-        else:
-            left_buffer.reshape([ROWS, COLS]).store(acc[0].to(ring.v_smem.dtype))
-            tile.slice(0, acc[1].shape[1], dim=1).store(acc[1].to(ring.v_smem.dtype))
+        out_left, out_right = _halves(acc[0]) if len(acc) == 1 else acc
+        left_buffer.reshape([ROWS, COLS]).store(out_left.to(tile.dtype))
+        tile.slice(0, out_right.shape[1], dim=1).store(out_right.to(tile.dtype))
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
