@@ -153,7 +153,8 @@ class HopperConfig:
 
     l2_bytes: keys and values of the heads in work together. lazy: acc is rescaled only where a maximum grew by much, and p v is
     waited for after the exponentials; else a row's sum stays in parts until the end. heads: of a group that share a tile, by
-    their queries side by side.
+    their queries side by side. rest_apart: of q and k those columns that count past the first 128 have memory of their own, so
+    that larger tiles fit.
     """
 
     tile_m: int
@@ -162,6 +163,7 @@ class HopperConfig:
     l2_bytes: int
     lazy: bool = False
     heads: int = 1
+    rest_apart: bool = False
 
     @property
     def queries(self) -> int:
@@ -183,17 +185,21 @@ class HopperRow(NamedTuple):
     max_seqlen: int | None
     config: HopperConfig
     source: str = ""
+    # the largest head_dim, and the padded head_dim_v; None for any
+    dims: tuple[int, int] | None = None
 
 
 _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
+_HOPPER_192 = "benchmarks/results/nvidia-h200/features.json; for 192/128"
 # The first row that matches is taken.
 HOPPER = tuple(
-    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), _HOPPER_SOURCE)
-    for block_dim, causal, max_seqlen, config in [
+    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), *(source or (_HOPPER_SOURCE,)))
+    for block_dim, causal, max_seqlen, config, *source in [
         (64, None, 1024, (256, 64, 8, 20 * 2**20)),
         (64, True, 4096, (256, 64, 8, 20 * 2**20)),
         (64, None, None, (192, 128, 2, 20 * 2**20)),
         (128, None, None, (128, 128, 2, 20 * 2**20)),
+        (256, None, None, (128, 128, 2, 20 * 2**20, False, 1, True), _HOPPER_192, (192, 128)),
         (256, None, None, (128, 64, 2, 20 * 2**20, True)),
     ]
 )
@@ -203,9 +209,11 @@ def hopper_config(problem, device) -> HopperConfig:
     """The configuration of the Hopper forward kernel."""
     itemsize = problem.dtype.itemsize
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
+    block_dv = padded_dim(problem.head_dim_v, itemsize)
     for row in HOPPER:
         if (block_dim <= row.block_dim and row.causal in (None, problem.causal)
-                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)):  # fmt: skip
+                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)
+                and (row.dims is None or problem.head_dim <= row.dims[0] and block_dv == row.dims[1])):  # fmt: skip
             return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
     raise KeyError(block_dim)
 

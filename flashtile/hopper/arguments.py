@@ -168,24 +168,29 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
     dropout = dropout_of(problem, operands.rng_state)
     split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
+    live_d = live_columns(problem.head_dim, block_d)
+    rest = live_d - block_d // 2 if config.rest_apart else 0
     arguments = (
         describe(operands.q, ROWS, block_d // 2 if split_q else block_d, config.heads),
-        describe(operands.k, config.tile_n, block_d), describe(operands.v, config.tile_n, block_dv),
-        describe(out, ROWS, block_dv if own_out else block_dv // 2, config.heads), lse, counter, table, Window(*problem.window),
-        score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads,
-        total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        describe(operands.q, ROWS, rest, config.heads) if rest else None,
+        describe(operands.k, config.tile_n, block_d // 2 if rest else block_d),
+        describe(operands.k, config.tile_n, rest) if rest else None, describe(operands.v, config.tile_n, block_dv),
+        describe(out, ROWS, block_dv if own_out or rest else block_dv // 2, config.heads), lse, counter, table,
+        Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
+        problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
     queries = ROWS // config.heads
     diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % queries
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
-        "LIVE_D": live_columns(problem.head_dim, block_d), "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
+        "LIVE_D": live_d, "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
         "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         # The queries of a consumer on an aligned diagonal cut one key tile, on another two
-        "MASK_SECOND": right is not None and (problem.varlen or diagonal not in (0, queries - 1)), "OWN_OUT": own_out,
+        "MASK_OTHERS": left is not None or right is not None and (problem.varlen or diagonal not in (0, queries - 1)),
+        "OWN_OUT": own_out,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

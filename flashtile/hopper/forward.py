@@ -190,7 +190,10 @@ class Ring(NamedTuple):
     """Shared memory, in slots, and its barriers: x_ready when slot x is filled, x_free when it may be filled again."""
 
     q_smem: Any
+    # What counts past the first columns, where that is apart: then q_smem has fewer slots than barriers
+    q_rest_smem: Any
     k_smem: Any
+    k_rest_smem: Any
     v_smem: Any
     # one a consumer; q_smem where that has to serve
     out_smem: Any
@@ -311,13 +314,18 @@ def _place(batch, start, length, row, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
-    """head and row: of q as `_head_and_row` gives them."""
-    mbarrier.expect(ready, desc.block_type.nbytes)
+def _load_columns(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr):
     if PACKED:
         tma_load(desc, [PACKED_ROWS, place, head, row, COL], ready, slot_smem)
     else:
         tma_load(desc, [place, head, row, COL], ready, slot_smem)
+
+
+@gluon.jit
+def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """head and row: of q as `_head_and_row` gives them."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    _load_columns(desc, slot_smem, ready, place, head, row, PACKED, COL)
 
 
 @gluon.jit
@@ -337,18 +345,27 @@ def _q_slots(index, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _load_q(q_desc, ring, index, part, lengths, HEADS: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-            SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+def _left_slot(ring, left):
+    """Of q_smem, which has left halves alone where the rest is apart; its number among barriers is `left`."""
+    return left - (ring.q_ready.shape[0] - ring.q_smem.shape[0])
+
+
+@gluon.jit
+def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS: gl.constexpr, CONSUMER: gl.constexpr,
+            NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """Queries of a consumer; with SPLIT_Q q_desc is of half of their columns."""
     slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
     COL: gl.constexpr = q_desc.block_type.shape[-1] if SPLIT_Q else 0
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
     head, row = _head_and_row(part.head, row, HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
-    _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
+    if q_rest_desc is None:
+        _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
+    else:
+        _load_rows(q_rest_desc, ring.q_rest_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
     if SPLIT_Q:
         mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
-        _load_rows(q_desc, ring.q_smem.index(left), ring.q_ready.index(left), place, head, row, PACKED)
+        _load_rows(q_desc, ring.q_smem.index(_left_slot(ring, left)), ring.q_ready.index(left), place, head, row, PACKED)
 
 
 @gluon.jit
@@ -376,12 +393,21 @@ def _answer(numbers):
 
 @gluon.jit
 def _load_step(
-    k_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N: gl.constexpr,
+    k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N: gl.constexpr,
     NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Keys of the i-th step of a tile, and the values of the step before: v_place, v_head, v_row before the first."""
     k_row = first_row - i * TILE_N
-    _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, NUM_STAGES, PACKED)
+    if k_rest_desc is None:
+        _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, NUM_STAGES, PACKED)
+    else:
+        COL: gl.constexpr = k_desc.block_type.shape[-1]
+        slot, phase = _slot(step + i, NUM_STAGES)
+        ready = ring.k_ready.index(slot)
+        mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
+        mbarrier.expect(ready, k_desc.block_type.nbytes + k_rest_desc.block_type.nbytes)
+        _load_columns(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 0)
+        _load_columns(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, COL)
     if step + i > 0:
         place = gl.where(i > 0, k_place, v_place)
         head = gl.where(i > 0, kv_head, v_head)
@@ -391,8 +417,9 @@ def _load_step(
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr,
-    TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
@@ -407,20 +434,20 @@ def _load(
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, ring, index, part, lengths, HEADS, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
+            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
         k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
         steps = part.end - part.begin
         for i in range(steps - 2):
-            _load_step(k_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N, NUM_STAGES,
-                       PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
+                       NUM_STAGES, PACKED)  # fmt: skip
         # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
         numbers = _ask_next(counter)
         if steps > 1:
-            _load_step(k_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
-                       NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row,
+                       TILE_N, NUM_STAGES, PACKED)  # fmt: skip
         next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
-        _load_step(k_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
-                   NUM_STAGES, PACKED)  # fmt: skip
+        _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row,
+                   TILE_N, NUM_STAGES, PACKED)  # fmt: skip
         v_place = k_place
         v_head = kv_head
         v_row = first_row - (steps - 1) * TILE_N
@@ -459,7 +486,7 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
     """The left half of the queries, as an operand in registers."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     mbarrier.wait(ring.q_ready.index(left), phase, pred=pred)
-    q = ring.q_smem.index(left).reshape([ROWS, ring.q_smem.shape[-1]])
+    q = ring.q_smem.index(_left_slot(ring, left)).reshape([ROWS, ring.q_smem.shape[-1]])
     return q.load(gl.DotOperandLayout(0, layout, 2))
 
 
@@ -472,15 +499,24 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
     COLS: gl.constexpr = ring.q_smem.shape[-1]
-    q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
+    REST: gl.constexpr = LIVE_D - COLS
+    APART: gl.constexpr = ring.q_smem.shape[0] < ring.q_ready.shape[0]
+    if APART:
+        q = ring.q_rest_smem.index(q_slot).reshape([ROWS, REST])
+    else:
+        q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
     k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
     nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
     if q_left is None:
         return columns.contract(q, k, nothing, LIVE_D, USE_ACC=False)
-    else:
+    elif not APART:
         raw = warpgroup_mma(q_left, k.slice(0, COLS, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        q_rest, k_rest = q.slice(0, LIVE_D - COLS, dim=1), k.slice(COLS, LIVE_D - COLS, dim=1)
+        q_rest, k_rest = q.slice(0, REST, dim=1), k.slice(COLS, REST, dim=1)
         return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
+    else:
+        raw = warpgroup_mma(q_left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        k_rest = ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST])
+        return warpgroup_mma(q, k_rest.permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
@@ -505,18 +541,26 @@ def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr,
-            MASKED: gl.constexpr):  # fmt: skip
-    """Logits of a step's scores (ROWS, TILE_N), -inf where hidden."""
+def _positions(part, n_tile, HEADS: gl.constexpr, TILE_N: gl.constexpr, layout: gl.constexpr):
+    """(rows, columns in the tile, the tile's first) of a step's scores."""
+    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+    return rows, gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :], n_tile * TILE_N
+
+
+@gluon.jit
+def _logits(raw, part, n_tile, lengths, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+    """Logits of a step's scores (ROWS, TILE_N)."""
     layout: gl.constexpr = raw.type.layout
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = _rows_and_heads(part, HEADS, row_layout)[0][:, None]
-    cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
-    first_col = n_tile * TILE_N
-    logits = scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
-    if MASKED:
-        logits = gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
-    return logits
+    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, layout)
+    return scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
+
+
+@gluon.jit
+def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+    """logits, -inf where keys are hidden."""
+    layout: gl.constexpr = logits.type.layout
+    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, layout)
+    return gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
 
 
 @gluon.jit
@@ -590,7 +634,7 @@ def _absorb_tile(
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of one step, and the product of the step before."""
+    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
@@ -599,7 +643,11 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, window, slope, score_params, HEADS, TILE_N, MASKED)
+    logits = _logits(raw, part, n_tile, lengths, slope, score_params, HEADS, TILE_N)
+    if MASKED:
+        # In one loop: p from another one would be taken apart and put together again in every step
+        if (n_tile < part.full_begin) | (n_tile >= part.full_end):
+            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
@@ -638,23 +686,33 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
            PACKED: gl.constexpr):  # fmt: skip
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
 
-    left: slot for the left half of out, and the other has the right one; None: all of it.
+    left: slot for the left half of out, and the other has the right one; for all of it where the rest of q is apart. None: the
+    other has all of it.
     """
     COLS: gl.constexpr = out_desc.block_type.shape[-1]
-    buffer = ring.out_smem.index(slot)
-    tile = buffer.reshape([ROWS, COLS])
+    HALVES: gl.constexpr = left is not None and ring.q_smem.shape[0] == ring.q_ready.shape[0]
     if left is None:
-        columns.store(acc, tile)
-    else:
+        buffer = ring.out_smem.index(slot)
+    elif HALVES:
+        buffer = ring.out_smem.index(slot)
         left_buffer = ring.out_smem.index(left)
-        out_left, out_right = _halves(acc[0]) if len(acc) == 1 else acc
-        left_buffer.reshape([ROWS, COLS]).store(out_left.to(tile.dtype))
-        tile.slice(0, out_right.shape[1], dim=1).store(out_right.to(tile.dtype))
+    else:
+        buffer = ring.out_smem.index(_left_slot(ring, left))
+    tile = buffer.reshape([ROWS, COLS])
+    if not HALVES:
+        columns.store(acc, tile)
+    elif len(acc) == 1:
+        out_left, out_right = _halves(acc[0].to(ring.v_smem.dtype))
+        left_buffer.reshape([ROWS, COLS]).store(out_left)
+        tile.store(out_right)
+    else:
+        left_buffer.reshape([ROWS, COLS]).store(acc[0].to(ring.v_smem.dtype))
+        tile.slice(0, acc[1].shape[1], dim=1).store(acc[1].to(ring.v_smem.dtype))
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
     head, row = _head_and_row(part.head, row, HEADS)
-    if left is None:
+    if not HALVES:
         _start_store(out_desc, buffer, place, head, row, 0, PACKED)
     else:
         _start_store(out_desc, left_buffer, place, head, row, 0, PACKED)
@@ -673,7 +731,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
     OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
@@ -706,7 +764,9 @@ def _compute(
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, window, slope, score_params, HEADS, TILE_N, MASK_FIRST)
+    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N)
+    if MASK_FIRST:
+        logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
     state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
@@ -715,28 +775,11 @@ def _compute(
         acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
-        unmasked_end = part.end - 1
-        if MASK_SECOND:
-            unmasked_end = part.full_end
-            for step in range(last_step - part.end + 2, last_step - part.full_end + 1):
-                state, acc, p = _absorb_tile(
-                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
-                )  # fmt: skip
-        unmasked_begin = part.begin
-        if window.left is not None:
-            unmasked_begin = gl.minimum(part.full_begin, unmasked_end)
-        for step in range(last_step - unmasked_end + 1, last_step - unmasked_begin + 1):
+        for step in range(last_step - part.end + 2, last_step - part.begin + 1):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, False,
+                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
             )  # fmt: skip
-        if window.left is not None:
-            for step in range(last_step - unmasked_begin + 1, last_step - part.begin + 1):
-                state, acc, p = _absorb_tile(
-                    ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, True,
-                )  # fmt: skip
         last_step = last_step - part.begin
 
         # The border: the first scores of the next tile with the last product of this one
@@ -767,8 +810,9 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, window, next_slope, score_params, HEADS, TILE_N,
-                         MASK_FIRST)  # fmt: skip
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, HEADS, TILE_N)
+        if MASK_FIRST:
+            logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
         next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
@@ -814,17 +858,28 @@ def _allocate_slots(desc, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
-              OWN_OUT: gl.constexpr):  # fmt: skip
+def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
-    q_smem = _allocate_slots(q_desc, Q_SLOTS)
+    if q_rest_desc is None:
+        q_smem = _allocate_slots(q_desc, Q_SLOTS)
+        q_rest_smem = q_smem
+    else:
+        q_smem = _allocate_slots(q_desc, NUM_CONSUMERS)
+        q_rest_smem = _allocate_slots(q_rest_desc, 2 * NUM_CONSUMERS)
     if OWN_OUT:
         out_smem = _allocate_slots(out_desc, NUM_CONSUMERS)
     else:
         out_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    k_smem = _allocate_slots(k_desc, NUM_STAGES)
+    if k_rest_desc is None:
+        k_rest_smem = k_smem
+    else:
+        k_rest_smem = _allocate_slots(k_rest_desc, NUM_STAGES)
     return Ring(
-        q_smem, _allocate_slots(k_desc, NUM_STAGES), _allocate_slots(v_desc, NUM_STAGES), out_smem, tile_smem,
+        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem,
+        tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
@@ -836,13 +891,14 @@ def _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPL
     "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, k_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout, lse_stride, seqlen_q, seqlen_k,
-    num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout,
+    lse_stride, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_SECOND: gl.constexpr, OWN_OUT: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
 ):  # fmt: skip
-    """q_desc, k_desc, v_desc, out_desc: TMA descriptors of arguments.py. lse: pointer. counter: int32 (2,) of 0.
+    """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
+    counter: int32 (2,) of 0.
 
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
     """
@@ -852,48 +908,48 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, k_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT)
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
-                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
+                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
-                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
+                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_load, (q_desc, k_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE, HEADS, TILE_N,
-                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
+                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_SECOND, OWN_OUT,
+                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
