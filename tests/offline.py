@@ -27,7 +27,8 @@ from flashtile.problem import AttentionProblem, Operands
 
 # Everything that adds code to a kernel, in one call: packed, window on both sides, softcap, ALiBi, sinks, dropout.
 ALL_FEATURES = dict(window=(200, 100), softcap=20.0, dropout_p=0.1)
-DIMS = (64, 128, 256)
+# Tokens of a call by its head dim
+DIMS = {32: 64, 64: 1024, 128: 1024, 256: 1024}
 HEADS = 8
 
 
@@ -44,7 +45,8 @@ def chosen_rows(arch, features=False):
             row = tiles.select(tiles.PORTABLE, kernel, problem, device)
             # delta knows no mask
             key = row, dim, dtype, causal or kernel == "delta"
-            if row is not None:
+            # At 32 and 64 most kernels have one row
+            if row is not None and not dim < 64 <= row.head_dim:
                 chosen[key] = min(device.smem_bytes, chosen.get(key, device.smem_bytes))
     return chosen
 
@@ -55,23 +57,24 @@ def _empty(*shape, dtype):
 
 
 def _shape(dim, dtype):
-    return dict(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads=HEADS, head_dim=dim, head_dim_v=dim, dtype=dtype,
+    return dict(batch=2, seqlen_q=DIMS[dim], seqlen_k=DIMS[dim], num_heads=HEADS, head_dim=dim, head_dim_v=dim, dtype=dtype,
                 softmax_scale=dim**-0.5)  # fmt: skip
 
 
 def plain_call(dim, dtype, causal):
     """(problem, operands) of a batched call."""
-    q, k, v = (_empty(2, 1024, HEADS, dim, dtype=dtype) for _ in range(3))
+    q, k, v = (_empty(2, DIMS[dim], HEADS, dim, dtype=dtype) for _ in range(3))
     return AttentionProblem(**_shape(dim, dtype), num_heads_kv=HEADS, window=(None, 0 if causal else None)), Operands(q, k, v)
 
 
 def full_call(dim, dtype):
     """(problem, operands) of a packed call with every option."""
-    q, k, v = (_empty(2048, heads, dim, dtype=dtype) for heads in (HEADS, HEADS // 2, HEADS // 2))
+    total = 2 * DIMS[dim]
+    q, k, v = (_empty(total, heads, dim, dtype=dtype) for heads in (HEADS, HEADS // 2, HEADS // 2))
     cu_seqlens, used = _empty(3, dtype=torch.int32), _empty(2, dtype=torch.int32)
     operands = Operands(q, k, v, cu_seqlens, cu_seqlens, used, used, alibi_slopes=_empty(HEADS, dtype=torch.float32),
                         sinks=_empty(HEADS, dtype=dtype), rng_state=_empty(2, dtype=torch.int64))  # fmt: skip
-    problem = AttentionProblem(**_shape(dim, dtype), **ALL_FEATURES, num_heads_kv=HEADS // 2, total_q=2048, total_k=2048,
+    problem = AttentionProblem(**_shape(dim, dtype), **ALL_FEATURES, num_heads_kv=HEADS // 2, total_q=total, total_k=total,
                                has_alibi=True, has_sinks=True, has_seqused_q=True, has_seqused_k=True)  # fmt: skip
     return problem, operands
 

@@ -62,6 +62,17 @@ def load_tile(ptr, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
+def prefetch_rows(ptr, row_begin, length, row_stride, TILE: tl.constexpr):
+    """Ask for the first 128 bytes of TILE rows, of those below length, and do not wait: loads then find them in L2."""
+    rows = row_begin + tl.arange(0, TILE)
+    ptrs = ptr + rows.to(tl.int64) * row_stride
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l,r",
+        [ptrs.to(tl.int64), (rows < length).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def store_tile(ptr, tile, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
     """Store the rows of (TILE, BLOCK_DIM) below length and the columns below DIM, in the dtype of ptr."""

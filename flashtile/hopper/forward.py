@@ -73,6 +73,12 @@ cuDNN and FA3 beside it, each once):
   8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
 - products without columns of zeros (us): 192/128 causal 1089 to 995, full 2136 to 1901; 160 causal 1294 to 1126; 96 760 to 734.
 - packed calls, groups of heads of equal size: 2 x 8192 keys of 16 heads, causal, 901 to 839 us (dense 790).
+- one loop over key tiles, masked where it must be, instead of three: from one loop to the next LLVM carries the halves of p one
+  by one, which is 64 PRMT of 520 instructions in each step. us, causal, 2 x 8192 keys: packed head dim 64 1212 to 1059, 128 822
+  to 799, 256 775 to 710; an unaligned diagonal (8000 queries, 8200 keys) 911 to 831; a window of 1024 of 16k keys 288 to 279,
+  head dim 64 483 to 434. Dense calls, which have no such masks, are equal.
+- 192/128 with tiles of 128 keys, which fit where the last 64 columns of q and k lie apart (`rest_apart`): causal 1002 to 919
+  us, full 2100 to 1840, packed 1090 to 1019.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -116,6 +122,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
+- head dims 136 to 184 have two speeds, 33% apart (160, causal: 1123 or 1500 us): each allocation keeps its own, whatever its
+  layout, and the code is the same to the byte. Not explained; 96, 128, 192/128 and 256 have one.
 - (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim): equal counters; up to 5% at 8192 keys.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.

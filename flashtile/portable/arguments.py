@@ -27,13 +27,14 @@ def layout_of(problem, operands) -> CacheLayout:
                        operands.k_cache.shape[0])  # fmt: skip
 
 
-def common_arguments(problem, operands) -> CommonArguments:
+def common_arguments(problem, operands, rows=64) -> CommonArguments:
+    """rows: of the left operand of every product, or less than that."""
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
     dropout = dropout_of(problem, operands.rng_state)
     shapes = {
         "GROUP_SIZE": problem.group_size, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_dim(problem.head_dim, problem.dtype.itemsize),
-        "BLOCK_DV": padded_dim(problem.head_dim_v, problem.dtype.itemsize), "WIDE": problem.wide_rows,
+        "BLOCK_D": padded_dim(problem.head_dim, problem.dtype.itemsize, rows),
+        "BLOCK_DV": padded_dim(problem.head_dim_v, problem.dtype.itemsize, rows), "WIDE": problem.wide_rows,
     }  # fmt: skip
     return CommonArguments(packing, Window(*problem.window), score_params, dropout, shapes)

@@ -12,6 +12,11 @@ tokens. No warp specialisation and no TMA: between its two products a warp group
 block on the same SM fills the tensor cores meanwhile. Hence small tiles win, two blocks to an SM. Tried, as time over the best
 tile (portable-tiles.json): 128 x 128 by 8 warps at head dim 64, one block to an SM: 1.06 to 1.47; one stage less at head dim
 256: 1.21 to 1.46; one stage more: 1.00 to 1.09; 32 keys a tile: 1.04 to 1.44.
+Small calls: at 64 tokens and head dim 32 the kernel takes 3.4 us (an empty one 0.6), most of it two trips to memory, since q is
+waited for before the first keys are asked for. `prefetch_rows` asks for them before, and products of 32 rows take head dims
+below 64 as they are: 6.5 to 6.0 us between events, where an empty kernel takes 3.4. Either alone: 6.4. Tried there as well: 16
+rows a tile 6.4 to 7.1, one stage 6.2, keys in tiles of 32 6.3.
+
 Source: Dao 2023, FlashAttention-2, algorithm 1.
 """
 
@@ -20,12 +25,13 @@ from functools import partial
 import triton
 import triton.language as tl
 
+from flashtile import settings
 from flashtile.device import dropout as dropouts
 from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import NEG_INF, dot
-from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
+from flashtile.device.tensors import head_ptr, load_tile, prefetch_rows, rows_of, store_tile
 from flashtile.outputs import forward_outputs
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
@@ -58,7 +64,7 @@ def _absorb_tile(
 def attention_forward(
     q, k, v, out, lse, packing, window, score_params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None."""
     work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
@@ -74,6 +80,9 @@ def attention_forward(
         stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
         tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
 
+        if PREFETCH:
+            prefetch_rows(k_ptr, tiles.begin * TILE_N, lengths.seqlen_k, k.row_stride, TILE_N)
+            prefetch_rows(v_ptr, tiles.begin * TILE_N, lengths.seqlen_k, v.row_stride, TILE_N)
         q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
         state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
         acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
@@ -124,11 +133,13 @@ def _start(problem, config, launch, *tensors):
     *operands, out, lse = tensors
     operands = Operands(*operands)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
-    packing, window, score_params, dropout, shapes = common_arguments(problem, operands)
+    packing, window, score_params, dropout, shapes = common_arguments(problem, operands, config.tile_m)
     arguments = (
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
         score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
+    # Rows as short are of small calls
+    prefetch = max(shapes["BLOCK_D"], shapes["BLOCK_DV"]) * problem.dtype.itemsize < 128 and not settings.triton_interprets()
     launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments,
-           {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes}, num_warps=config.num_warps,
+           {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes, "PREFETCH": prefetch}, num_warps=config.num_warps,
            num_stages=config.num_stages)  # fmt: skip
