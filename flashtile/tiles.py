@@ -240,13 +240,15 @@ def _heads_a_tile(problem, device, tile_m) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side."""
+    """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side. whole: no row
+    tile is split."""
 
     tile_m: int
     tile_n: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    whole: bool = False
 
 
 class DecodeRow(NamedTuple):
@@ -300,6 +302,7 @@ def decode_config(problem, device) -> DecodeConfig | None:
     rows = problem.seqlen_q * problem.group_size
     # lengths are on the device
     keys = problem.batch * problem.num_heads_kv * problem.capacity
+    whole = False
     for row in DECODE:
         if (
             row.arch in (device.arch, "")
@@ -310,5 +313,21 @@ def decode_config(problem, device) -> DecodeConfig | None:
             and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
-            return row.config
+            if row.keys_a_sm is None or not _stays_whole(problem, row.config, device.num_sms):
+                return replace(row.config, whole=whole)
+            if problem.batch * problem.num_heads_kv > device.num_sms:
+                return replace(row.config, whole=True)
+            # One program to an SM: the next row has larger tiles
+            whole = True
     return None
+
+
+def _stays_whole(problem, config, num_sms) -> bool:
+    """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
+
+    A program alone on its SM takes a key tile in about a third of the time that it takes all together to read one each.
+    """
+    row_tiles = problem.batch * problem.num_heads_kv
+    key_tiles = -(-problem.capacity // config.tile_n)
+    share = -(-row_tiles * key_tiles // (config.programs_per_sm * num_sms))
+    return 1 < share <= key_tiles <= 3 * share + 8

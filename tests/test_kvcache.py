@@ -69,6 +69,23 @@ def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
         assert torch.equal(together[own], alone)
 
 
+def test_row_tiles_of_small_caches_stay_whole():
+    """One launch then; not where one program would take much longer than equal shares, nor where these are whole row tiles."""
+    pytest.importorskip("triton")
+    from flashtile import hardware, tiles
+    from flashtile.portable.decode import plan_parts
+
+    def is_split(batch, capacity):
+        problem = CacheProblem(batch=batch, capacity=capacity, seqlen_q=1, num_heads=32, num_heads_kv=8, head_dim=128,
+                               head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
+        plan = plan_parts(problem, tiles.decode_config(problem, hardware.by_name("H200")), 132)
+        assert plan.balanced == (plan.slots > 0)
+        return plan.balanced
+
+    assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (8, 2048), (16, 2048)))
+    assert all(is_split(*call) for call in ((1, 512), (2, 512), (1, 8192), (4, 2048), (8, 4096), (64, 512), (16, 8192)))
+
+
 def test_fixed_splits_have_the_tiles_of_any_batch():
     """Or their results would depend on it."""
     from flashtile import hardware, tiles

@@ -45,6 +45,19 @@ tile's last part. In the loop over key tiles it takes 30.0 us at 8k; behind it (
 10.4, 14.1, 22.4 and 22.4: what many programs read at once, one reads chunk by chunk. With a number of the call in place of
 counters that are 0 before it takes 4 to 8 us more. A fixed number of splits is no faster than equal shares (1 of them 12.2 at
 512 keys, 16 of them 22.0 at 8k).
+
+Row tiles of caches with few keys stay whole where that takes about as long (`tiles.decode_config`): nothing is merged, and the
+host launches one kernel. us, equal shares and whole, with cuDNN beside them, 8 heads of keys:
+
+    batch, keys      8, 512   16, 512   24, 512   8, 1k   16, 1k   24, 1k   8, 2k   16, 2k
+    equal shares     20.3     26.1      31.5      26.2    36.6     46.1     36.1    54.4
+    whole            13.3     18.1      23.3      19.6    28.8     37.8     30.8    46.9
+    cuDNN            12.9     18.0      23.7      21.0    28.1     39.0     30.8    45.7
+
+The merge takes 6 us there and not 3: `merge_parts` finds no room beside two programs an SM, so it begins when they end, and
+those of its programs that begin together on a few SMs take 4 to 6 us, of which an instruction cache without its code has a
+part. With 104 registers instead of 115 it is 1.4 us earlier. Row tiles that stay whole by what the lengths on the device say,
+in the kernel of equal shares: 17.9 for 20.7 (8, 512), but 45.9 for 36.5 (8, 2k).
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -635,7 +648,7 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
     resident = num_sms * config.programs_per_sm
     side = next(n for n in range(min(MAX_SIDE, resident), 0, -1) if problem.num_heads_kv % n == 0)
     most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
-    if num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
+    if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
         return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
     num_programs = min(resident // side, most) * side
     return PartsPlan(True, side, num_programs, num_tiles, 0, 2 * num_programs)
