@@ -12,10 +12,11 @@ tokens. No warp specialisation and no TMA: between its two products a warp group
 block on the same SM fills the tensor cores meanwhile. Hence small tiles win, two blocks to an SM. Tried, as time over the best
 tile (portable-tiles.json): 128 x 128 by 8 warps at head dim 64, one block to an SM: 1.06 to 1.47; one stage less at head dim
 256: 1.21 to 1.46; one stage more: 1.00 to 1.09; 32 keys a tile: 1.04 to 1.44.
-Small calls: at 64 tokens and head dim 32 the kernel takes 3.4 us (an empty one 0.6), most of it two trips to memory, since q is
-waited for before the first keys are asked for. `prefetch_rows` asks for them before, and products of 32 rows take head dims
-below 64 as they are: 6.5 to 6.0 us between events, where an empty kernel takes 3.4. Either alone: 6.4. Tried there as well: 16
-rows a tile 6.4 to 7.1, one stage 6.2, keys in tiles of 32 6.3.
+Small calls: at 64 tokens and head dim 32 the kernel takes 3.4 us (an empty one 0.6), in which q is waited for before the first
+keys are asked for. `prefetch_rows` asks for them before, and products of 32 rows take head dims below 64 as they are: 6.5 to
+6.0 us between events, where an empty kernel takes 3.4; in a queue of calls, on another machine, 7.2 to 6.6, an empty one 4.1
+(single runs, not recorded). Either alone: 6.4, and 6.9 to 7.1. Tried there as well: 16 rows a tile 6.4, one stage 6.2, keys in
+tiles of 32 6.3; in the queue 6.6 to 6.8, 6.8, 7.5.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1.
 """
