@@ -721,7 +721,7 @@ def _reduce_dq(
     TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    layout: gl.constexpr = columns.layout_of(PIECE)
     zeros = gl.zeros([PIECE, PIECE], gl.float32, layout)
     first = 0
     turn = 0
@@ -772,7 +772,7 @@ def _compute_rows(
     PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
+    layout: gl.constexpr = columns.layout_of(TILE_M)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(HALF).reshape([HALF_N, BLOCK_D])
     v = buffers.v.index(HALF).reshape([HALF_N, BLOCK_DV])
@@ -862,7 +862,7 @@ def _compute_dv(
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
+    layout: gl.constexpr = columns.layout_of(TILE_M)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(0).reshape([HALF_N, BLOCK_D])
     stream = dropouts.load_stream(dropout, num_heads)
@@ -910,7 +910,7 @@ def _compute_dk(
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_M, 16])
+    layout: gl.constexpr = columns.layout_of(TILE_M)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     v = buffers.v.index(0).reshape([HALF_N, BLOCK_DV])
     first = 0

@@ -492,7 +492,7 @@ def _pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):
 @gluon.jit
 def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
     """The left half of the queries, as an operand in registers."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    layout: gl.constexpr = columns.layout_of(TILE_N)
     mbarrier.wait(ring.q_ready.index(left), phase, pred=pred)
     q = ring.q_smem.index(_left_slot(ring, left)).reshape([ROWS, ring.q_smem.shape[-1]])
     return q.load(gl.DotOperandLayout(0, layout, 2))
@@ -504,7 +504,7 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
 
     q_left: left half of q, and the slot has the right one; None: all of it.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N, 16])
+    layout: gl.constexpr = columns.layout_of(TILE_N)
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
     COLS: gl.constexpr = ring.q_smem.shape[-1]
     REST: gl.constexpr = LIVE_D - COLS
