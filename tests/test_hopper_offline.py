@@ -71,7 +71,9 @@ def _compile(call):
     features = name == "features"
     # Of the eight heads of a group, which share tiles
     seqlen_q, num_heads, config = (16, 32, replace(row.config, heads=8)) if name == "heads" else (4096, 4, row.config)
-    head_dim, head_dim_v = row.dims or (row.block_dim * 3 // 4 if name == "columns" else row.block_dim,) * 2
+    head_dim = head_dim_v = row.block_dim * 3 // 4 if name == "columns" else row.block_dim
+    if row.dims:
+        head_dim, head_dim_v = row.dims[0][-1], row.dims[1]
     shapes = (seqlen_q, num_heads, head_dim), (4096, 4, head_dim), (4096, 4, head_dim_v)
     q, k, v = (torch.empty(1, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
@@ -85,7 +87,7 @@ def _compile(call):
     rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, config, Operands(q, k, v, alibi_slopes=vector, sinks=vector, rng_state=rng_state))
-    kind = name, row.dims[0] if row.dims else row.block_dim
+    kind = name, head_dim if row.dims else row.block_dim
     return {"call": f"row {number} d{head_dim} {name}", "kind": kind, **asdict(reports[-1])}
 
 

@@ -1,8 +1,11 @@
 """Arithmetic of tiles that no GPU is needed for."""
 
 import pytest
+import torch
 
-from flashtile.tiles import live_columns, padded_dim
+from flashtile import hardware
+from flashtile.problem import AttentionProblem
+from flashtile.tiles import PORTABLE, hopper_config, live_columns, padded_dim, select
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -15,3 +18,23 @@ def test_live_columns_hold_the_head_dim_in_two_products(head_dim):
     assert live == block or rest >= 16 and rest & (rest - 1) == 0
     # not twice as many of the right half as there are, but for 16
     assert live == block or rest == 16 or rest < 2 * (head_dim - block // 2)
+
+
+def problem(seqlen, head_dim, head_dim_v):
+    return AttentionProblem(1, seqlen, seqlen, 8, 8, head_dim, head_dim_v, torch.bfloat16, softmax_scale=0.1)
+
+
+def test_columns_of_q_and_k_lie_apart_where_larger_tiles_fit_then():
+    def is_apart(head_dim, head_dim_v):
+        return hopper_config(problem(4096, head_dim, head_dim_v), hardware.by_name("H200")).rest_apart
+
+    assert is_apart(152, 104) and is_apart(192, 128)
+    assert not any(is_apart(*dims) for dims in ((144, 128), (192, 64), (192, 136), (200, 128), (128, 128)))
+
+
+def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
+    def rows(seqlen, head_dim, device):
+        return select(PORTABLE, "forward", problem(seqlen, head_dim, head_dim), hardware.by_name(device)).config.tile_m
+
+    assert [rows(64, 32, "H200"), rows(65, 32, "H200"), rows(64, 40, "H200"), rows(64, 32, "A100")] == [32, 64, 64, 128]
+    assert [padded_dim(24, 2, 32), padded_dim(24, 2, 64), padded_dim(8, 2, 32), padded_dim(40, 2, 32)] == [32, 64, 16, 64]
