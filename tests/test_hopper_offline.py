@@ -24,7 +24,7 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 168, ("cau
           ("causal", 192): 120}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 64): 152,
-                       ("dropout", 128): 24}  # fmt: skip
+                       ("dropout", 128): 24, ("dropout", 192): 88}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
