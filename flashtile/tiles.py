@@ -97,7 +97,7 @@ def padded_dim(head_dim: int, itemsize: int, rows: int = 64) -> int:
 
     Triton 3.6 multiplies wrongly on Hopper when a right operand with shorter rows did not come through the load pipeline
     (seen with fp16 and bf16 rows of 16 and 32; rows of 64 and more are right): the cases dim_40_8 and dim_224_32_sliced. Not
-    where the left operands have fewer rows than 64, which wgmma does not take.
+    where the left operands have fewer rows than 64, which wgmma does not take. rows: of these, or fewer.
     """
     return max(64 if itemsize == 2 and rows >= 64 else 16, 1 << (head_dim - 1).bit_length())
 
@@ -326,7 +326,8 @@ def decode_config(problem, device) -> DecodeConfig | None:
 def _stays_whole(problem, config, num_sms) -> bool:
     """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
 
-    A program alone on its SM takes a key tile in about a third of the time that it takes all together to read one each.
+    A program alone on its SM takes a key tile in about a third of the time that it takes all together to read one each, and the
+    merge as long as 8 of these: fitted to single runs on an H200, see portable/decode.py.
     """
     row_tiles = problem.batch * problem.num_heads_kv
     key_tiles = -(-problem.capacity // config.tile_n)

@@ -122,8 +122,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
-- head dims 136 to 184 have two speeds, 33% apart (160, causal: 1123 or 1500 us): each allocation keeps its own, whatever its
-  layout, and the code is the same to the byte. Not explained; 96, 128, 192/128 and 256 have one.
+- head dims 144 to 176 have two speeds, 33% apart (160, causal: 1123 or 1500 us, two and four of six allocations): an allocation
+  keeps its own from call to call, with the same code. Not explained; not seen at 128 and 256.
 - (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim): equal counters; up to 5% at 8192 keys.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
@@ -698,24 +698,17 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     other has all of it.
     """
     COLS: gl.constexpr = out_desc.block_type.shape[-1]
-    HALVES: gl.constexpr = left is not None and ring.q_smem.shape[0] == ring.q_ready.shape[0]
-    if left is None:
-        buffer = ring.out_smem.index(slot)
-    elif HALVES:
-        buffer = ring.out_smem.index(slot)
-        left_buffer = ring.out_smem.index(left)
-    else:
-        buffer = ring.out_smem.index(_left_slot(ring, left))
+    APART: gl.constexpr = ring.q_smem.shape[0] < ring.q_ready.shape[0]
+    HALVES: gl.constexpr = left is not None and not APART
+    buffer = ring.out_smem.index(_left_slot(ring, left) if APART else slot)
     tile = buffer.reshape([ROWS, COLS])
     if not HALVES:
         columns.store(acc, tile)
-    elif len(acc) == 1:
-        out_left, out_right = _halves(acc[0].to(ring.v_smem.dtype))
-        left_buffer.reshape([ROWS, COLS]).store(out_left)
-        tile.store(out_right)
     else:
-        left_buffer.reshape([ROWS, COLS]).store(acc[0].to(ring.v_smem.dtype))
-        tile.slice(0, acc[1].shape[1], dim=1).store(acc[1].to(ring.v_smem.dtype))
+        left_buffer = ring.out_smem.index(left)
+        out_left, out_right = _halves(acc[0]) if len(acc) == 1 else acc
+        left_buffer.reshape([ROWS, COLS]).store(out_left.to(tile.dtype))
+        tile.slice(0, out_right.shape[1], dim=1).store(out_right.to(tile.dtype))
     fence_async_shared()
     partition_barrier()
     place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
@@ -886,8 +879,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CO
     else:
         k_rest_smem = _allocate_slots(k_rest_desc, NUM_STAGES)
     return Ring(
-        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem,
-        tile_smem,
+        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem, tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),

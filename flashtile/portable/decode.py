@@ -47,17 +47,18 @@ counters that are 0 before it takes 4 to 8 us more. A fixed number of splits is 
 512 keys, 16 of them 22.0 at 8k).
 
 Row tiles of caches with few keys stay whole where that takes about as long (`tiles.decode_config`): nothing is merged, and the
-host launches one kernel. us, equal shares and whole, with cuDNN beside them, 8 heads of keys:
+host launches one kernel. us in single runs, two for the first two lines, with cuDNN beside whole (8, 512 and 16, 2k are in
+decode.json, whole, with 13.1 and 43.8); 8 heads of keys:
 
     batch, keys      8, 512   16, 512   24, 512   8, 1k   16, 1k   24, 1k   8, 2k   16, 2k
     equal shares     20.3     26.1      31.5      26.2    36.6     46.1     36.1    54.4
     whole            13.3     18.1      23.3      19.6    28.8     37.8     30.8    46.9
     cuDNN            12.9     18.0      23.7      21.0    28.1     39.0     30.8    45.7
 
-The merge takes 6 us there and not 3: `merge_parts` finds no room beside two programs an SM, so it begins when they end, and
-those of its programs that begin together on a few SMs take 4 to 6 us, of which an instruction cache without its code has a
-part. With 104 registers instead of 115 it is 1.4 us earlier. Row tiles that stay whole by what the lengths on the device say,
-in the kernel of equal shares: 17.9 for 20.7 (8, 512), but 45.9 for 36.5 (8, 2k).
+By the clock the merge takes 6 us there and not 3: `merge_parts` finds no room beside two programs an SM, so most of it begins
+when they end, and takes 4 to 6 us after the last of them, not explained. With 104 registers for 115 it ends 1.4 us earlier.
+Row tiles that stay whole by what the lengths on the device say, in the kernel of equal shares: 17.9 for 20.7 (8, 512), but 45.9
+for 36.5 (8, 2k).
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 

@@ -139,7 +139,7 @@ def _start(problem, config, launch, *tensors):
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
         score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
-    # Rows as short are of small calls
+    # Where a row is part of a cache line: in 16 bits only the tiles of small calls have such blocks
     prefetch = max(shapes["BLOCK_D"], shapes["BLOCK_DV"]) * problem.dtype.itemsize < 128 and not settings.triton_interprets()
     launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments,
            {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes, "PREFETCH": prefetch}, num_warps=config.num_warps,
