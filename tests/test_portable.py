@@ -32,6 +32,15 @@ def test_fp16(case, poisoned):
     checks.check_attention(case, torch.float16)
 
 
+def test_more_sequences_than_a_grid_has_rows(monkeypatch, poisoned):
+    from flashtile.device import schedule
+
+    monkeypatch.setattr(schedule, "MAX_GRID", 1)
+    assert schedule.grid_of(3, 2, 1) == (6,) and schedule.grid_of(3, 1, 2) == (6,)
+    checks.check_attention(named("causal_short_q")[0], torch.float32)
+    checks.check_attention(named("varlen_cross_causal")[0], torch.float32)
+
+
 def test_rows_may_lie_far_apart(poisoned):
     """Row strides from 2**22 on take 64-bit offsets inside a tile."""
     case = dataclasses.replace(named("causal_short_q")[0], heads=1, heads_kv=1)

@@ -15,18 +15,34 @@ class Work(NamedTuple):
     batch: Any
 
 
+# Blocks of a grid in its second and third direction
+MAX_GRID = 65535
+
+
+def grid_of(num_tiles, num_heads, batch):
+    """One program a tile, for `tile_of_program`."""
+    if max(num_heads, batch) <= MAX_GRID:
+        return num_tiles, num_heads, batch
+    return (num_tiles * num_heads * batch,)
+
+
 @triton.jit
 def tile_of_program(num_tiles, num_heads, LAST_FIRST: tl.constexpr):
-    """One program a tile. Tiles of one head run side by side, so that they share its rows in L2.
+    """Of a grid of `grid_of`. Tiles of one head run side by side, so that they share its rows in L2.
 
     LAST_FIRST starts a head's last tiles first: under a causal mask they are the longest.
     """
-    program = tl.program_id(0)
-    tile = program % num_tiles
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    if tl.num_programs(0) != num_tiles:
+        # Counted through: three divisions, which a small call waits for
+        batch = tile // (num_tiles * num_heads)
+        head = (tile // num_tiles) % num_heads
+        tile = tile % num_tiles
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
-    head = (program // num_tiles) % num_heads
-    return Work(tile, head, program // (num_tiles * num_heads))
+    return Work(tile, head, batch)
 
 
 class Order(NamedTuple):

@@ -251,7 +251,7 @@ def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, laun
         common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "WIDE")}
-    _launch(launch, attention_delta, num_tiles * problem.num_heads * problem.batch, arguments,
+    _launch(launch, attention_delta, schedule.grid_of(num_tiles, problem.num_heads, problem.batch), arguments,
             {"TILE_M": config.tile_m, **constexprs}, config)  # fmt: skip
 
 
@@ -264,7 +264,8 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
         common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    _launch(launch, attention_dkdv, num_tiles * problem.num_heads_kv * problem.batch, arguments, constexprs, config)
+    grid = schedule.grid_of(num_tiles, problem.num_heads_kv, problem.batch)
+    _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
 
 
 def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, launch=launch_now):
@@ -276,12 +277,13 @@ def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, laun
         common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    _launch(launch, attention_dq, num_tiles * problem.num_heads * problem.batch, arguments, constexprs, config)
+    grid = schedule.grid_of(num_tiles, problem.num_heads, problem.batch)
+    _launch(launch, attention_dq, grid, arguments, constexprs, config)
 
 
 def _launch(launch, kernel, grid, arguments, constexprs, config):
-    if grid > 0:
-        launch(kernel, (grid,), arguments, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
+    if 0 not in grid:
+        launch(kernel, grid, arguments, constexprs, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
 def _inputs(operands, lse, delta, dout):

@@ -141,6 +141,6 @@ def _start(problem, config, launch, *tensors):
     )  # fmt: skip
     # Where a row is part of a cache line: in 16 bits only the tiles of small calls have such blocks
     prefetch = max(shapes["BLOCK_D"], shapes["BLOCK_DV"]) * problem.dtype.itemsize < 128 and not settings.triton_interprets()
-    launch(attention_forward, (num_tiles * problem.num_heads * problem.batch,), arguments,
+    launch(attention_forward, schedule.grid_of(num_tiles, problem.num_heads, problem.batch), arguments,
            {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **shapes, "PREFETCH": prefetch}, num_warps=config.num_warps,
            num_stages=config.num_stages)  # fmt: skip
