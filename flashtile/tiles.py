@@ -218,7 +218,7 @@ def hopper_config(problem, device) -> HopperConfig:
     block_dv = padded_dim(problem.head_dim_v, itemsize)
     for row in HOPPER:
         if (block_dim <= row.block_dim and row.causal in (None, problem.causal)
-                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)
+                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen or problem.softcap or problem.dropout_p)
                 and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])):  # fmt: skip
             return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
     raise KeyError(block_dim)
@@ -278,7 +278,7 @@ _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of s
 DECODE = (
     # Small caches: up to 134 MB of bf16 keys and values of head dim 128 on 132 multiprocessors
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SMALL, keys_a_sm=2048),
-    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=1),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     *(
         DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
@@ -327,9 +327,9 @@ def _stays_whole(problem, config, num_sms) -> bool:
     """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
 
     A program alone on its SM takes a key tile in about a third of the time that it takes all together to read one each, and the
-    merge as long as 8 of these: fitted to single runs on an H200, see portable/decode.py.
+    merge as long as 4 of these: fitted to single runs on an H200, see portable/decode.py.
     """
     row_tiles = problem.batch * problem.num_heads_kv
     key_tiles = -(-problem.capacity // config.tile_n)
     share = -(-row_tiles * key_tiles // (config.programs_per_sm * num_sms))
-    return 1 < share <= key_tiles <= 3 * share + 8
+    return 1 < share <= key_tiles <= 3 * share + 4

@@ -82,8 +82,9 @@ def test_row_tiles_of_small_caches_stay_whole():
         assert plan.balanced == (plan.slots > 0)
         return plan.balanced
 
-    assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (8, 2048), (16, 2048)))
-    assert all(is_split(*call) for call in ((1, 512), (2, 512), (1, 8192), (4, 2048), (8, 4096), (64, 512), (16, 8192)))
+    assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (16, 2048)))
+    split = (1, 512), (2, 512), (1, 8192), (4, 2048), (8, 2048), (8, 4096), (64, 512), (16, 8192)
+    assert all(is_split(*call) for call in split)
 
 
 def test_fixed_splits_have_the_tiles_of_any_batch():
@@ -95,9 +96,9 @@ def test_fixed_splits_have_the_tiles_of_any_batch():
                                head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, **changes)  # fmt: skip
         return tiles.decode_config(problem, hardware.by_name("H200")).tile_n
 
-    assert tile_n(1) == tile_n(1, page_size=64) == tile_n(1, page_size=16) == tile_n(64, page_size=16) == 64
-    assert tile_n(64) == tile_n(64, page_size=64) == tile_n(64, page_size=256) == 128
-    assert tile_n(64, page_size=96) == tile_n(64, page_size=1) == tile_n(64, page_size=64, has_leftpad=True) == 64
+    assert tile_n(1) == tile_n(1, page_size=64) == tile_n(1, page_size=16) == tile_n(64, page_size=64) == 64
+    assert tile_n(64) == tile_n(64, page_size=128) == tile_n(64, page_size=256) == 128
+    assert tile_n(64, page_size=96) == tile_n(64, page_size=16) == tile_n(64, page_size=128, has_leftpad=True) == 64
     for page_size in (None, 16, 64):
         assert tile_n(1, num_splits=8, page_size=page_size) == tile_n(64, num_splits=8, page_size=page_size)
 

@@ -14,17 +14,21 @@ from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.tensors import Rows, head_ptr, rows_of
 
 # Numbers of partial results that a program holds at once
-ELEMENTS = tl.constexpr(4096)
+ELEMENTS = 4096
+
+
+def chunk_of(rows, block_dim, parts) -> int:
+    """Parts at once, of `rows` rows with about so many parts."""
+    return max(2, min(triton.next_power_of_2(parts), ELEMENTS // (rows * block_dim)))
 
 
 @triton.jit
 def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, num_splits, row_mask, ROWS: tl.constexpr,
-               DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # fmt: skip
+               CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # fmt: skip
     """(ROWS, BLOCK_DIM) fp32 out and (ROWS,) lse; out_ptrs, lse_ptrs: of the rows in slot 0, (ROWS,).
 
     Part 0 lies in slot `first`, part i in slot rest + i * step; strides are a slot's.
     """
-    CHUNK: tl.constexpr = max(2, ELEMENTS // (ROWS * BLOCK_DIM))
     dims = tl.arange(0, BLOCK_DIM)
     state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
     acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
@@ -51,7 +55,7 @@ def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, nu
 @triton.jit(do_not_specialize=["num_splits"])
 def combine_splits(
     out_partial, lse_partial, out, lse, out_split_stride, lse_split_stride, num_splits, seqlen_q, num_heads,
-    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """One program a row. out_partial, out, lse_partial, lse: Rows; the parts' are those of the first part."""
     program = tl.program_id(0)
@@ -62,7 +66,7 @@ def combine_splits(
     part_lse_ptr = head_ptr(lse_partial, batch, row, head)
     one = tl.arange(0, 1)
     merged, merged_lse = merge_rows(part_ptr + one, part_lse_ptr + one, out_split_stride, lse_split_stride, 0, 0, 1, num_splits,
-                                    one == 0, 1, DIM, BLOCK_DIM)  # fmt: skip
+                                    one == 0, 1, CHUNK, DIM, BLOCK_DIM)  # fmt: skip
     dims = tl.arange(0, BLOCK_DIM)[None, :]
     tl.store(head_ptr(out, batch, row, head) + dims, merged.to(out.ptr.dtype.element_ty), mask=dims < DIM)
     tl.store(head_ptr(lse, batch, row, head) + one, merged_lse)
@@ -79,7 +83,8 @@ def launch(out_partial, lse_partial, out, lse):
         return
     out_rows = Rows(out_partial, *out_partial.stride()[1:4])
     lse_rows = Rows(lse_partial, lse_partial.stride(1), lse_partial.stride(3), lse_partial.stride(2))
+    block_dim = triton.next_power_of_2(dim)
     combine_splits[(batch * seqlen_q * heads,)](
         out_rows, lse_rows, rows_of(out), rows_of(lse, lse=True), out_partial.stride(0), lse_partial.stride(0), splits,
-        seqlen_q, heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim), num_warps=4,
+        seqlen_q, heads, CHUNK=chunk_of(1, block_dim, ELEMENTS), DIM=dim, BLOCK_DIM=block_dim, num_warps=4,
     )  # fmt: skip

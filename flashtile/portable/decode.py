@@ -55,10 +55,25 @@ decode.json, whole, with 13.1 and 43.8); 8 heads of keys:
     whole            13.3     18.1      23.3      19.6    28.8     37.8     30.8    46.9
     cuDNN            12.9     18.0      23.7      21.0    28.1     39.0     30.8    45.7
 
-By the clock the merge takes 6 us there and not 3: `merge_parts` finds no room beside two programs an SM, so most of it begins
-when they end, and takes 4 to 6 us after the last of them, not explained. With 104 registers for 115 it ends 1.4 us earlier.
-Row tiles that stay whole by what the lengths on the device say, in the kernel of equal shares: 17.9 for 20.7 (8, 512), but 45.9
-for 36.5 (8, 2k).
+These are of merges of 4 rows by 4 warps, for whose 114 registers a thread there is no room beside two programs an SM: by the
+clock they took 6 us and not 3. What merges take now, us in graphs of several calls, each with keys in memory and not in L2, in
+single runs; lengths in a cache of 32k, 64x4, 8 heads of keys; rows, parts at once, warps:
+
+    batch, keys      8, 512   8, 2k   8, 8k   16, 512   8, 100 to 2k   16, 100 to 4k
+    without            9.0     22.1    68.4      13.2         12.9           38.8
+    4, 8, 4           16.0     29.0    75.4      20.2         20.0           45.9
+    2, 16, 4          12.7     25.8    71.6      18.5         15.0           44.0
+    4, 8, 2           13.3     26.2    72.4      17.4         17.2           43.7
+    1, 8, 4           12.8     25.8    71.6      18.7         15.0           44.6
+    1, 8, 2           11.4     24.5    70.1      16.0         14.4           41.4
+    1, 8, 1           11.1     24.0    69.8      15.4         14.3           40.8
+    whole             10.0     27.9       -      12.2         25.1           41.1
+
+Batch 1, with 34 parts of a row: 32 at once by 4 warps 9.0 at 2k and 15.5 at 8k, by 2 warps 8.2 and 14.5; 16 at once 9.0, 15.6.
+A short sequence in a large cache costs what it does in one of its length: 16 of 512 keys in 32k 13.9, 512 12.2 (whole), 64 of
+2k 126 and 126. Row tiles that stay whole by what the lengths on the device say, in the kernel of equal shares: 12.3 for 14.9
+(8, 512, 128x8), but 32.4 for 27.0 (16, 100 to 2k). Page 64 with 64x4 and 128x8: 64 of 100 to 4k 132.5 and 138, 64 of 2k 135
+and 132, 16 of 8k 131 and 130, 64 of 8k 492 and 497.
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -79,7 +94,7 @@ from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import append
 from flashtile.portable.arguments import layout_of
-from flashtile.portable.combine import merge_rows
+from flashtile.portable.combine import chunk_of, merge_rows
 from flashtile.tiles import padded_dim
 
 # Programs of the interpreter: enough to split what its tests have
@@ -88,8 +103,8 @@ INTERPRETED_SMS = 4
 MAX_SIDE = 8
 # The row tiles whose queries are loaded again with each key tile: they are small
 ONE_LOOP_ROWS = 16
-# Rows times parts of a program of merge_parts
-MERGED_AT_ONCE = 32
+# Rows of a program of merge_parts where few row tiles are split
+MERGED_AT_ONCE = 4
 
 
 class Partial(NamedTuple):
@@ -471,7 +486,7 @@ def merge_parts(
     out, lse, partial, layout, window, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, num_programs,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows) merge the parts of a row tile. Arguments of `decode_attention`.
 
@@ -519,7 +534,7 @@ def merge_parts(
     if is_mine:
         step: tl.constexpr = SIDE if BALANCED else 1
         merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows, TILE_M * HEAD_DIM_V, TILE_M, first,
-                                        rest, step, parts, row_mask, ROWS, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                                        rest, step, parts, row_mask, ROWS, CHUNK, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
         heads = head * GROUP_SIZE + (m_tile * TILE_M + rows) % GROUP_SIZE
         rows_q = (lengths.start_q + tokens).to(tl.int64)
         dims = tl.arange(0, BLOCK_DV)
@@ -566,16 +581,17 @@ class Call:
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
             "HAS_DEPENDENT": dependent and plan.slots > 0,
         }  # fmt: skip
-        # The fewer parts, the more rows at once
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         parts = plan.num_splits or plan.num_programs // max(row_tiles, 1) + 2
-        rows_at_once = min(triton.next_power_of_2(rows), max(1, MERGED_AT_ONCE // triton.next_power_of_2(parts)))
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
-        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once}
+        # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
+        rows_at_once = 1 if by_tile else min(triton.next_power_of_2(rows), MERGED_AT_ONCE)
+        chunk = chunk_of(rows_at_once, self.merge_constexprs["BLOCK_DV"], parts)
+        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
         self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once))
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        self.merge_options = {"num_warps": 4, "num_stages": 1}
+        self.merge_options = {"num_warps": 1 if by_tile and chunk <= 8 else 2, "num_stages": 1}
         if self.constexprs["DEPENDENT"]:
             self.options["launch_pdl"] = True
         if dependent:
