@@ -4,12 +4,53 @@ Kernels keep logits in base 2. Where only a positive scale acts, it is left to t
 (`scale_log2`); else `logits` applies everything in natural units, and `scale_log2` is log2(e).
 """
 
+import struct
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from flashtile.device.numerics import LOG2_E
+
+# For |x| up to 0.6 tanh(x) is x times a polynomial in x * x, lowest power first: 2.3e-6 off at most, relatively
+_TANH_BOUND = 0.6
+_TANH_TERMS = 0.9999978542327881, -0.3331403732299805, 0.1305783838033676, -0.0409290194511414
+# By what `_tanh_asm` wants numbers multiplied: those within the bound are then below 2, which bit 30 tells
+_TANH_SCALE = tl.constexpr(2 / _TANH_BOUND)
+
+
+def _tanh_asm(count):
+    """PTX for tanh of `count` numbers of a thread, given times _TANH_SCALE: $i from the input tied to it.
+
+    Multiply-adds and no exponentials where all numbers of the warp are within the bound; else as `_tanh`.
+    """
+
+    def word(x):
+        return f"0f{struct.unpack('>I', struct.pack('>f', x))[0]:08X}"
+
+    factor = 1 / _TANH_SCALE.value
+    terms = [word(term * factor ** (2 * i + 1)) for i, term in enumerate(_TANH_TERMS)]
+    numbers = [f"${i}" for i in range(count)]
+    lines = ["{ .reg .pred q; .reg .f32 t, u; .reg .b32 b, c; mov.b32 b, 0;"]
+    lines += [f"mov.b32 c, {x}; or.b32 b, b, c;" for x in numbers]
+    lines += ["and.b32 b, b, 0x40000000; setp.ne.u32 q, b, 0; vote.sync.any.pred q, q, 0xffffffff; @q bra FAR;"]
+    for x in numbers:
+        lines += [f"mul.f32 u, {x}, {x}; mov.f32 t, {terms[-1]};"]
+        lines += [f"fma.rn.f32 t, t, u, {term};" for term in terms[-2::-1]]
+        lines += [f"mul.f32 {x}, {x}, t;"]
+    lines += ["bra DONE; FAR:"]
+    for x in numbers:
+        lines += [f"mul.f32 t, {x}, {word(2 * LOG2_E.value * factor)}; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;",
+                  f"rsqrt.approx.ftz.f32 t, t; mul.f32 t, t, t; fma.rn.f32 {x}, t, 0fC0000000, 0f3F800000;"]  # fmt: skip
+    return " ".join([*lines, "DONE: }"])
+
+
+def _tanh_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+_TANH_ASM = tl.constexpr({n: _tanh_asm(n) for n in (16, 32, 64)})
+_TANH_CONSTRAINTS = tl.constexpr({n: _tanh_constraints(n) for n in (16, 32, 64)})
 
 
 class ScoreParams(NamedTuple):
@@ -42,44 +83,66 @@ def load_slope(score_params, batch, head):
 @triton.jit
 def scale_log2(score_params):
     """What is left to multiply logits with, to reach base 2."""
-    if score_params.softcap is None and score_params.alibi_slopes is None and score_params.prescaled is None:
-        return score_params.scale * LOG2_E
-    else:
+    if score_params.alibi_slopes is not None:
         return LOG2_E
+    elif score_params.softcap is not None:
+        return score_params.softcap * LOG2_E
+    elif score_params.prescaled is not None:
+        return LOG2_E
+    else:
+        return score_params.scale * LOG2_E
 
 
 @triton.jit
-def softcap(scores, limit):
-    """limit * tanh(scores / limit), as limit - 2 * limit / (1 + exp(2 * scores / limit)).
+def _tanh(x):
+    """As 1 - 2 / (1 + exp(2 * x)).
 
     The inverse is the square of an inverse root, which is one instruction: divisions by a number that is not a power of two
     are eight. tanh.approx is one for all, but off by 5e-4, which lse shows (95 of 99 random configurations in one run, not
     recorded).
     """
-    inverse_root = tl.rsqrt(1 + tl.exp2(scores * (2 * LOG2_E / limit)))
-    return limit - 2 * limit * (inverse_root * inverse_root)
+    inverse_root = tl.rsqrt(1 + tl.exp2(x * (2 * LOG2_E)))
+    return 1 - 2 * (inverse_root * inverse_root)
 
 
 @triton.jit
-def logits(scores, rows, cols, lengths, slope, score_params):
-    """Logits up to the factor scale_log2(score_params); rows and cols are positions that broadcast to the shape of scores."""
+def _capped(scores, score_params, THREAD: tl.constexpr):
+    """Logits under a softcap, in units of it."""
+    factor = score_params.scale / score_params.softcap
+    if THREAD == 0:
+        return _tanh(scores * factor)
+    else:
+        x = scores * (factor * _TANH_SCALE)
+        return tl.inline_asm_elementwise(_TANH_ASM[THREAD], _TANH_CONSTRAINTS[THREAD], [x], dtype=tl.float32, is_pure=True,
+                                         pack=THREAD)  # fmt: skip
+
+
+@triton.jit
+def logits(scores, rows, cols, lengths, slope, score_params, THREAD: tl.constexpr = 0):
+    """Logits up to the factor scale_log2(score_params); rows and cols are positions that broadcast to the shape of scores.
+
+    THREAD: how many of the scores a thread has, 16, 32 or 64, or 0 where that is not known.
+    """
     if score_params.softcap is None and score_params.alibi_slopes is None and score_params.prescaled is None:
         return scores
     else:
-        scores = scores * score_params.scale
-        if score_params.softcap is not None:
-            scores = softcap(scores, score_params.softcap)
+        if score_params.softcap is None:
+            scores = scores * score_params.scale
+        else:
+            scores = _capped(scores, score_params, THREAD)
         if score_params.alibi_slopes is not None:
+            if score_params.softcap is not None:
+                scores = scores * score_params.softcap
             shift = lengths.seqlen_k - lengths.seqlen_q
             scores = scores - slope * tl.abs(rows + shift - cols).to(tl.float32)
         return scores
 
 
 @triton.jit
-def through_softcap(dscores, scores, score_params):
+def through_softcap(dscores, scores, score_params, THREAD: tl.constexpr = 0):
     """Gradient of scale * q kᵀ from that of the logits; the caller multiplies by the scale. scores: raw q kᵀ."""
     if score_params.softcap is None:
         return dscores
     else:
-        tanh = softcap(scores * score_params.scale, score_params.softcap) / score_params.softcap
+        tanh = _capped(scores, score_params, THREAD)
         return dscores * (1 - tanh * tanh)
