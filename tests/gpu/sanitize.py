@@ -5,7 +5,8 @@
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py ladder
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
 
-Run it once without the checker first, so that kernels are compiled. Where the tier refuses, portable steps in.
+Names of cases after the tier: those alone. Run it once without the checker first, so that kernels are compiled. Where the tier
+refuses, portable steps in.
 
 racecheck does not follow what one warp hands another through an mbarrier: one thread of 128 arrives, after a barrier of all.
 `sanitize.py control` runs the smallest kernel that does only that, with the synchronisation of hopper/forward.py; what it
@@ -104,7 +105,7 @@ def run_kvcache():
     print("outside: ran", flush=True)
 
 
-def main(tier):
+def main(tier, *names):
     if tier == "ladder":
         return run_ladder()
     if tier == "kvcache":
@@ -113,7 +114,7 @@ def main(tier):
         hand_over()
         return
     os.environ["FLASHTILE_TIER"] = f"{tier},portable"
-    for case in FEATURES:
+    for case in named(*names) if names else FEATURES:
         operands = case.make(torch.bfloat16, "cuda")
         with checks.fixed_rng_state(operands.rng_state):
             checks.run(case.attend, operands, case)
@@ -122,4 +123,4 @@ def main(tier):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
