@@ -26,8 +26,8 @@ def attention(
         alibi_slopes: (num_heads,) or (batch, num_heads), fp32; adds -slope * |i + seqlen_k - seqlen_q - j| to the score of
             query i and key j. Not differentiable.
         sinks: (num_heads,), floating; one more logit a head in the denominator only.
-        dropout_p: probability of dropping an attention weight, in [0, 1); kept weights are divided by 1 - dropout_p. The
-            mask comes from torch's default generator of q's device.
+        dropout_p: probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2**-15; kept weights are
+            divided by 1 - dropout_p. The mask comes from torch's default generator of q's device.
         deterministic: the same bits in every backward pass. The portable and CPU tiers always give them; the Hopper tier then
             sums in a fixed order (its time: benchmarks/results/nvidia-h200/deterministic.json). Else dq, and dk and dv where
             query heads share keys, may differ there in their last bits.

@@ -290,6 +290,14 @@ def test_philox_gives_the_published_vectors(counter, key, expected):
     assert tuple(word.item() for word in words) == expected
 
 
+def test_probabilities_of_15_bits():
+    assert dropout.threshold(0.5) == 2**14 and dropout.scale_of_kept(0.5) == 2.0
+    # to the nearest; nothing is dropped below half a step, and not everything just below 1
+    assert dropout.threshold(0.1) == 3277 and dropout.scale_of_kept(0.1) == 2**15 / (2**15 - 3277)
+    assert dropout.threshold(1e-5) == 0 and dropout.scale_of_kept(1e-5) == 1.0
+    assert dropout.threshold(1 - 1e-9) == 2**15 - 1 and dropout.scale_of_kept(1 - 1e-9) == 2**15
+
+
 def test_dropout_keeps_the_promised_share_and_depends_on_everything():
     def keep(seed=1, offset=0, batch=slice(0, 1)):
         problem = AttentionProblem(2, 200, 200, 2, 2, 8, 8, torch.float32, dropout_p=0.25)
@@ -298,6 +306,13 @@ def test_dropout_keeps_the_promised_share_and_depends_on_everything():
 
     first = keep()
     assert set(first.unique().tolist()) == {0.0, 1 / 0.75}
+    # Every place of a group of 16 x 16 has bits of its own
+    places = (first > 0)[..., :192, :192].double().unflatten(-1, (12, 16)).unflatten(-3, (12, 16))
+    assert (places.mean((0, 1, 2, 3, 5)) - 0.75).abs().max() < 0.09
+    halves = (first > 0).unflatten(-1, (-1, 2))[..., :192, :96, :].unflatten(-3, (12, 2, 8)).unflatten(-2, (12, 2, 4))
+    flat = halves.double().movedim((4, 7, 9), (-3, -2, -1)).flatten(0, -4).flatten(1)
+    # the eight of a group, pairwise: a standard deviation of 0.006
+    assert (torch.corrcoef(flat.T) - torch.eye(8)).abs().max() < 0.03
     # 80,000 draws: the mean of the kept share has a standard deviation of 0.0015
     assert abs((first > 0).double().mean().item() - 0.75) < 0.006
     assert torch.equal(first, keep())

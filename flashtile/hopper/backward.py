@@ -71,6 +71,11 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
     packed calls, rows behind the last sequence cleared by the kernel that makes the table, not all of dq, dk and dv before:
         16 x 1024 tokens of 16 heads of dim 128, causal, 577 to 504 us, 2 x 8192 2647 to 2491
     head dims between blocks, without columns of zeros: 192/128 1.21, causal 1.21; 160 causal 1.22; 96 1.08, causal 1.08
+    dropout by 15 bits a weight instead of 32, two weights at once, and their order exchanged by a shuffle instead of through
+        shared memory (4 x 4096 tokens of 16 heads, in brackets over cuDNN then): head dim 64 1.52 (1.11), causal 1.59 (1.07);
+        128 1.13, causal 1.23; 256 causal 1.20. What Philox adds to the seed made again in each step, where it took registers
+        and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.29 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
+    a softcap by polynomials (`scores.logits`; 2 x 8192, causal): head dim 128 1.29, 256 1.11
 
 deterministic=True takes 0.99 to 1.10 times as long as the free order at head dim 64, 1.03 to 1.12 at 128, 1.06 to 1.22 at 256,
 where 2048 and 4096 tokens causal are over 1.15 (benchmarks/results/nvidia-h200/deterministic.json). How its order was found, as
@@ -103,6 +108,7 @@ What did not help:
     4 stages of q and 3 of dout at head dim 64: 0.96 to 1.00; 2 of dout at 256: 0.98
     a fixed list of tiles, every other turn backwards, causal, head dim 256 at 4096 tokens: 261 against 415 TFLOP/s
     walks from the last query in the free order: 0.99 to 1.04 at head dim 64, 0.97 to 1.02 at 128
+    the bits of dropout held above the wait for the scores: 0.96 at 64, 0.99 and causal 0.93 at 128, 1.02 at 256
     in a fixed order 3 buffers of dscores: 0.96 to 1.01 at 64, 1.00 to 1.05 at 128, 0.94 to 1.05 at 256
 
 What the tiles and partitions were chosen among is in backward_config.py.
@@ -470,7 +476,17 @@ def _start_scores(row_smem, zeros, score_params, layout: gl.constexpr):
 
 
 @gluon.jit
-def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window, score_params, stream, dropout, num_heads,
+def _keep_bits(first_col, tile, head, walk, stream, dropout, num_heads, TILE_M: gl.constexpr):
+    """Which weights dropout keeps, for `_weights`; without dropout a placeholder."""
+    if dropout.rng_state is None:
+        return 0
+    else:
+        stream = RandomStream(stream.seed, (walk.batch * num_heads + head).to(gl.uint32), stream.offset)
+        return dropouts.keep_bits_transposed(tile * TILE_M, first_col, stream, dropout, TILE_M)
+
+
+@gluon.jit
+def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window, score_params, kept, dropout,
              TILE_M: gl.constexpr, RAGGED_N: gl.constexpr, dtype: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """p (HALF_N, TILE_M), and p times what a softcap does to a gradient; both in dtype.
 
@@ -479,7 +495,8 @@ def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window,
     rows = tile * TILE_M + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
     cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
     slope = scores.load_slope(score_params, walk.batch, head)
-    x = scores.logits(raw_scores, rows[None, :], cols[:, None], lengths, slope, score_params)
+    THREAD: gl.constexpr = HALF_N * TILE_M // 128
+    x = scores.logits(raw_scores, rows[None, :], cols[:, None], lengths, slope, score_params, THREAD)
     x = x * scores.scale_log2(score_params)
     if score_params.softcap is not None:
         x = x + row_smem.load(gl.SliceLayout(0, layout))[None, :]
@@ -493,13 +510,11 @@ def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window,
             cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
             x = gl.where(masks.visible(rows[None, :], cols[:, None], lengths, window), x, NEG_INF)
     p = gl.exp2(x)
-    p_grad = scores.through_softcap(p, raw_scores, score_params).to(dtype)
+    p_grad = scores.through_softcap(p, raw_scores, score_params, THREAD).to(dtype)
     p = p.to(dtype)
     if dropout.rng_state is not None:
-        stream = RandomStream(stream.seed, (walk.batch * num_heads + head).to(gl.uint32), stream.offset)
-        kept = dropouts.keep_transposed(tile * TILE_M, first_col, stream, dropout, TILE_M, HALF_N, layout)
-        p = gl.where(kept, p, 0.0)
-        p_grad = gl.where(kept, p_grad, -p_grad)
+        p = dropouts.drop(p, kept, TRANSPOSED=True)
+        p_grad = dropouts.mark(p_grad, kept, TRANSPOSED=True)
     return p, p_grad
 
 
@@ -573,7 +588,7 @@ def _dscores(p_grad, dp, row_smem, dropout, layout: gl.constexpr):
         dscores = p * dp
     else:
         neg_delta = row_smem.load(gl.SliceLayout(0, layout))[None, :]
-        dscores = gl.where(p > 0, p * (dp * dropout.keep_scale + neg_delta), -p * neg_delta)
+        dscores = p * gl.where(p > 0, dp * dropout.keep_scale + neg_delta, -neg_delta)
     return dscores.to(p_grad.dtype)
 
 
@@ -798,9 +813,10 @@ def _compute_rows(
         scores_acc = columns.contract(k, q, start, LIVE_D)
         # What the last tile gave has left
         tma_store_wait(0)
+        kept = _keep_bits(first_col, tile, head, walk, stream, dropout, num_heads, TILE_M)
         raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
-        p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream, dropout,
-                             num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
+        p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, kept, dropout,
+                             TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
         mbarrier.wait(barriers.v_ready.index(0), turn & 1)
         dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, first, zeros, layout, BLOCK_DV, LIVE_DV,
                           TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
@@ -817,9 +833,10 @@ def _compute_rows(
             last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
             last_dscores = buffers.dscores[HALF].index((step - 1) % DSCORES_STAGES)
             dk_acc = columns.accumulate(last_dscores, last_q, dk)
+            kept = _keep_bits(first_col, tile, head, walk, stream, dropout, num_heads, TILE_M)
             raw_scores = warpgroup_mma_wait(len(dk), deps=[scores_acc])
-            p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, stream,
-                                 dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
+            p, p_grad = _weights(raw_scores, neg_lse, first_col, tile, head, walk, lengths, window, score_params, kept, dropout,
+                                 TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
             p, p_grad = _pinned(p, p_grad, score_params, dropout)
             dk = columns.wait(dk_acc)
             mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
@@ -880,9 +897,10 @@ def _compute_dv(
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
             neg_lse = buffers.neg_lse.index(slot)
             scores_acc = columns.contract(k, q, _start_scores(neg_lse, zeros, score_params, layout), LIVE_D)
+            kept = _keep_bits(walk.col_begin, tile, head, walk, stream, dropout, num_heads, TILE_M)
             raw_scores = warpgroup_mma_wait(0, deps=[scores_acc])
-            p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, stream,
-                                 dropout, num_heads, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
+            p, p_grad = _weights(raw_scores, neg_lse, walk.col_begin, tile, head, walk, lengths, window, score_params, kept,
+                                 dropout, TILE_M, RAGGED_N, k.dtype, layout)  # fmt: skip
             mbarrier.arrive(barriers.q_free.index(slot), count=1)
             p_slot = step % P_STAGES
             mbarrier.wait(barriers.p_free.index(p_slot), _phase(step, P_STAGES) ^ 1)

@@ -79,6 +79,12 @@ cuDNN and FA3 beside it, each once):
   head dim 64 483 to 434. Dense calls, which have no such masks, are equal.
 - 192/128 with tiles of 128 keys, which fit where the last 64 columns of q and k lie apart (`rest_apart`): causal 1002 to 919
   us, full 2100 to 1840, packed 1090 to 1019.
+- dropout by 15 bits a weight instead of 32, and two weights at once as they are packed for the product; us, 4 x 4096 tokens of
+  16 heads, in brackets cuDNN and SDPA's flash. Head dim 64 full 1580 to 1080 (1490, 1220), of which 4 consumers instead of 3
+  are 500; causal 780 to 626 (826, 677). 128 full 1570 to 1190 (1850, 1960), causal 900 to 668 (1030, 1100).
+- a softcap by polynomials, without exponentials, unless a warp has a score beyond 0.6 of it (`scores.logits`); us, 2 x 8192,
+  causal, softcap 50: head dim 128 1420 to 1130 (790 without softcap), 64 1200 to 960; with scores beyond 1340 to 1410. Head dim
+  256 958 and 966, so not there. With one term more, and a maximum of magnitudes for the bits that tell, 128 1240, 64 1190.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -188,8 +194,6 @@ def _rescaling_constraints(count):
 # By columns of acc, of which a thread has half as many registers
 _RESCALE = gl.constexpr({n: _rescaling(n // 2) for n in (16, 32, 64, 128, 256)})
 _RESCALE_CONSTRAINTS = gl.constexpr({n: _rescaling_constraints(n // 2) for n in (16, 32, 64, 128, 256)})
-# Passes $1 through, and looks as if it could store it where $2 is negative, which no number of heads is.
-_PIN = gl.constexpr("{ .reg .pred q; setp.lt.s32 q, $2, 0; @q st.shared.b32 [$2], $1; mov.b32 $0, $1; }")
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -556,11 +560,13 @@ def _positions(part, n_tile, HEADS: gl.constexpr, TILE_N: gl.constexpr, layout: 
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+def _logits(raw, part, n_tile, lengths, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr, LAZY: gl.constexpr):
     """Logits of a step's scores (ROWS, TILE_N)."""
+    # A softcap without exponentials where these and products are what takes time; not at head dim 256
+    THREAD: gl.constexpr = 0 if LAZY else ROWS * TILE_N // 128
     layout: gl.constexpr = raw.type.layout
     rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, layout)
-    return scores.logits(raw, rows, first_col + cols, lengths, slope, score_params)
+    return scores.logits(raw, rows, first_col + cols, lengths, slope, score_params, THREAD)
 
 
 @gluon.jit
@@ -573,17 +579,12 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
 
 @gluon.jit
 def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
-    """Which weights of a step dropout keeps, for `_as_operands`; without dropout a placeholder.
-
-    Called while products are under way. ptxas would make the bits after the wait for those: the store, which never happens,
-    keeps them before it.
-    """
+    """Which weights of a step dropout keeps, for `_as_operand`; without dropout a placeholder. Under products."""
     if dropout.rng_state is None:
         return 0
     else:
         stream = RandomStream(stream.seed, (part.batch * num_heads + part.head).to(gl.uint32), stream.offset)
-        bits = dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
-        return gl.inline_asm_elementwise(_PIN, "=r,r,r", [bits, num_heads], dtype=gl.int32, is_pure=False, pack=1)
+        return dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
 
 
 @gluon.jit
@@ -594,10 +595,11 @@ def _halves(x):
 
 @gluon.jit
 def _as_operand(p, kept, dropout, ring, acc):
-    """p in the dtype of v, as the left operand of p v; with dropout FACTOR * p, or 0."""
+    """p in the dtype of v, as the left operand of p v."""
+    p = p.to(ring.v_smem.dtype)
     if dropout.rng_state is not None:
         p = dropouts.drop(p, kept)
-    return columns.as_operand(p.to(ring.v_smem.dtype), acc[0])
+    return columns.as_operand(p, acc[0])
 
 
 @gluon.jit
@@ -651,7 +653,7 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, slope, score_params, HEADS, TILE_N)
+    logits = _logits(raw, part, n_tile, lengths, slope, score_params, HEADS, TILE_N, LAZY)
     if MASKED:
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
@@ -765,7 +767,7 @@ def _compute(
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N)
+    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N, LAZY)
     if MASK_FIRST:
         logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
     state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
@@ -811,7 +813,7 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, HEADS, TILE_N)
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, HEADS, TILE_N, LAZY)
         if MASK_FIRST:
             logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
         next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
@@ -829,7 +831,7 @@ def _compute(
             acc = columns.scale(acc, correction)
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
-            inverse = inverse * (dropout.keep_scale / dropouts.FACTOR)
+            inverse = inverse * dropout.keep_scale
         _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, lse_stride, num_heads,
                CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:

@@ -1,7 +1,9 @@
 """Which attention weights dropout keeps: Philox 4x32 with 7 rounds, addressed by position.
 
-Key: the seed. Counter: (row, col // 4, sequence * num_heads + head, offset), row and col being positions inside the sequence;
-word col % 4 decides.
+Key: the seed. Counter: (row group, column group, sequence * num_heads + head, offset), of positions inside the sequence. A
+group has rows r and r + 8, and columns c, c + 1, c + 8 and c + 9: it is what a thread of the matrix unit holds of 16 x 16
+scores. Its four words are for (r, c), (r + 8, c), (r, c + 8), (r + 8, c + 8): the lower 15 bits decide about the first of two
+neighbours, bits 16 to 30 about the second.
 torch has no arithmetic on uint32, so words are kept in int64 tensors. Source: Salmon et al. 2011, Parallel random numbers:
 as easy as 1, 2, 3.
 """
@@ -12,6 +14,8 @@ from flashtile.reference.lengths import positions
 
 ROUNDS = 7
 WORD = 0xFFFFFFFF
+# of a word that decide about one weight
+BITS = 15
 # multipliers of counter words 0 and 2, and what the two key words grow by in each round
 MULTIPLY_0, MULTIPLY_2 = 0xD2511F53, 0xCD9E8D57
 GROW_0, GROW_1 = 0x9E3779B9, 0xBB67AE85
@@ -44,12 +48,17 @@ def _multiply(a, b):
 
 
 def threshold(dropout_p) -> int:
-    """A weight stays where its random word is not below this."""
-    return int(dropout_p * 2**32)
+    """A weight stays where its 15 random bits are not below this: dropout_p, rounded, and below 1."""
+    return min(round(dropout_p * 2**BITS), 2**BITS - 1)
+
+
+def scale_of_kept(dropout_p) -> float:
+    """1 / (1 - p) of the p that `threshold` rounds to, so that the mean stays what it is."""
+    return 1 / (1 - threshold(dropout_p) / 2**BITS)
 
 
 def keep_scale(rows: slice, cols: slice, seqs, rng_state, dtype):
-    """What to multiply weights with: 0 or 1 / (1 - dropout_p), (batch, heads_kv, group, rows, cols); None without dropout."""
+    """What to multiply weights with: 0 or `scale_of_kept`, (batch, heads_kv, group, rows, cols); None without dropout."""
     problem = seqs.problem
     if not problem.dropout_p:
         return None
@@ -59,11 +68,13 @@ def keep_scale(rows: slice, cols: slice, seqs, rng_state, dtype):
     head = torch.arange(problem.num_heads, device=device)[None, :, None, None]
     row = positions(rows, device)[:, None]
     col = positions(cols, device)[None, :]
-    counter = row, col // 4, (sequence * problem.num_heads + head) & WORD, offset & WORD
+    row_group, col_group = row // 16 * 8 + row % 8, col // 16 * 4 + col % 8 // 2
+    counter = row_group, col_group, (sequence * problem.num_heads + head) & WORD, offset & WORD
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & WORD, (seed >> 32) & WORD))), -1)
-    bits = words.gather(-1, (col % 4).expand(words.shape[:-1])[..., None])[..., 0]
+    place = (row // 8 % 2 + 2 * (col // 8 % 2)).expand(words.shape[:-1])
+    bits = words.gather(-1, place[..., None])[..., 0] >> 16 * (col % 2) & (2**BITS - 1)
     keep = bits >= threshold(problem.dropout_p)
-    return keep.unflatten(1, (problem.num_heads_kv, problem.group_size)).to(dtype) / (1 - problem.dropout_p)
+    return keep.unflatten(1, (problem.num_heads_kv, problem.group_size)).to(dtype) * scale_of_kept(problem.dropout_p)
 
 
 def drop(weights, keep):

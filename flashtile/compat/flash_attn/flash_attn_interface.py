@@ -17,7 +17,7 @@ What differs, because flash_attn is narrower there or its answer is an artefact 
 - Gradients flow through lse; flash_attn ignores them.
 - With causal and ALiBi, lse is that of the documented bias -slope * |i + seqlen_k - seqlen_q - j|. flash_attn's causal kernel
   adds slope * j instead: the same out, an lse that is larger by slope * (i + seqlen_k - seqlen_q).
-- The dropout mask is flashtile's own: another mask for the same seed, and a probability that is not rounded to 8 bits.
+- The dropout mask is flashtile's own: another mask for the same seed, and a probability rounded to 15 bits, not to 8.
 - S_dmask is computed apart, in torch, in memory that grows with seqlen_q * seqlen_k.
 - A page of a cache may have any size, and a sequence appends to a paged cache as well as to another.
 
