@@ -19,12 +19,11 @@ import torch
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
-SPILLS = {("plain", 256): 56, ("causal", 256): 64, ("features", 256): 168, ("causal", 64): 16, ("dropout", 64): 104,
-          ("dropout", 128): 8, ("dropout", 192): 8, ("dropout", 256): 208, ("heads", 256): 104,
-          ("causal", 192): 120}  # fmt: skip
+SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 168, ("causal", 64): 16, ("dropout", 64): 56,
+          ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120}  # fmt: skip
 # with 3 consumers, outside of the loop
-SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 64): 152,
-                       ("dropout", 128): 24, ("dropout", 192): 88}  # fmt: skip
+SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
+                       ("plain", 192): 40}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -49,6 +48,9 @@ def _calls():
     seen = set()
     for number, row in enumerate(tiles.HOPPER):
         for name in ("plain", "causal", "dropout"):
+            # Calls with dropout have the row of few keys
+            if name == "dropout" and row.block_dim == 64 and row.max_seqlen is None:
+                continue
             if (name == "dropout" or row.causal in (None, name == "causal")) and (row.block_dim, row.config, name) not in seen:
                 seen.add((row.block_dim, row.config, name))
                 yield number, name

@@ -86,15 +86,32 @@ def _sum_apart(p):
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
 
 
+# Passes four numbers of a thread through, and looks as if it could store the first, whose bits are those of no number. ptxas
+# moves waits for products up, but not past a store.
+_HOLD = gl.constexpr(
+    "{ .reg .pred q; setp.eq.u32 q, $4, 0x7fffdead; @q st.shared.b32 [$4], $4; "
+    "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"
+)
+
+
 @gluon.jit
-def update_apart(state, logits, scale_log2, MASKED: gl.constexpr):
+def _hold(sums):
+    """What waits for products after this is not done before a quarter of a thread's exponentials is."""
+    return gl.inline_asm_elementwise(_HOLD, "=r,=r,=r,=r,r,r,r,r", [sums], dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr):
     """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before."""
     row_max = gl.maximum(state.row_max, _max_apart(logits) * scale_log2)
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
     p = gl.exp2(logits * scale_log2 - reference[:, None])
     per_row = gl.convert_layout(correction, gl.SliceLayout(1, state.row_sum.type.layout))
-    return OnlineSoftmax(row_max, state.row_sum * per_row[:, None] + _sum_apart(p)), p, correction
+    sums = _sum_apart(p)
+    if HOLD:
+        sums = _hold(sums)
+    return OnlineSoftmax(row_max, state.row_sum * per_row[:, None] + sums), p, correction
 
 
 @gluon.jit

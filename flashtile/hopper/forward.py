@@ -79,6 +79,13 @@ cuDNN and FA3 beside it, each once):
   head dim 64 483 to 434. Dense calls, which have no such masks, are equal.
 - 192/128 with tiles of 128 keys, which fit where the last 64 columns of q and k lie apart (`rest_apart`): causal 1002 to 919
   us, full 2100 to 1840, packed 1090 to 1019.
+- two consumers, head dim 128, the wait for p v held below the maxima and a quarter of the exponentials (`softmax._hold`), where
+  ptxas puts it between the maxima; us, each of 10 to 12 shuffled rounds, FA3 in brackets: 2 x 8192 causal 871 to 857 (829),
+  full 1666 to 1645 (1619), 16k causal 1721 to 1680 (1631); 8 x 2048 causal 268 to 261 and 252 to 254 (267, 251); 192/128
+  causal 1031 to 999, full 1936 to 1894; 32/4 heads 1678 to 1640; head dim 96 causal 418 to 411, full 780 to 787; a window 263
+  to 260. Held below the maxima alone 903 of 907, full 1717 of 1743 (half a quarter of the exponentials comes before by itself,
+  as in FA3); below half of the exponentials 900, 1761; below all (see LAZY) 6% slower. With a softcap 1143 to 1225, with
+  dropout 674 to 678; at head dim 64 with 3 consumers causal 4% slower: not there.
 - dropout by 15 bits a weight instead of 32, and two weights at once as they are packed for the product; us, 4 x 4096 tokens of
   16 heads, in brackets cuDNN and SDPA's flash. Head dim 64 full 1580 to 1080 (1490, 1220), of which 4 consumers instead of 3
   are 500; causal 780 to 626 (826, 677). 128 full 1570 to 1190 (1850, 1960), causal 900 to 668 (1030, 1100).
@@ -125,6 +132,11 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   keys 285 to 211, 8192 560 to 492, full 8192 535 to 512; 128 causal 512 365 to 333, 8192 632 to 623, full 8192 647 to 632. That
   step waits for both of its products at once, the loop for one of two.
 - the turn passed when q kᵀ is done, before the softmax: equal; when the maxima are known: 15 to 30% slower.
+- keys and values handed back without the barrier of 128 threads that stands before an mbarrier's one arrival, in two of three
+  places of a step: by arrivals of all threads (cp.async.mbarrier.arrive) 3 to 10% slower; by bar.arrive to a producer that
+  waits in bar.sync equal, and 1% slower beside the held wait.
+- 131,072 keys, where FA3 is 1.13 times as fast in features.json: bytes of DRAM and of L2 and its hits are FA3's, within 3%
+  (98% hits); the tensor pipe is active 85% of the cycles, FA3's 90%: what is missing is in the step of a consumer.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
@@ -603,14 +615,15 @@ def _as_operand(p, kept, dropout, ring, acc):
 
 
 @gluon.jit
-def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
-    """Softmax of one step. LAZY: nothing that follows waits before all exponentials are done; ptxas moves waits up."""
+def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr, HOLD: gl.constexpr):
+    """Softmax of one step. Nothing that follows waits before all exponentials are done (LAZY), or a quarter of them (HOLD);
+    ptxas moves waits up."""
     if LAZY:
         state, p, correction = softmax.update_lazily(state, logits, scale_log2, MASKED)
         row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
         return softmax.OnlineSoftmax(state.row_max, row_sum), p, correction
     else:
-        return softmax.update_apart(state, logits, scale_log2, MASKED)
+        return softmax.update_apart(state, logits, scale_log2, MASKED, HOLD)
 
 
 @gluon.jit
@@ -658,7 +671,8 @@ def _absorb_tile(
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
             logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED)
+    HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED, HOLD)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
     return state, _rescale(acc, correction, LAZY), _as_operand(p, kept, dropout, ring, acc)
