@@ -18,6 +18,8 @@ from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedErr
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 INT32_MAX = 2**31 - 1
+# Random bits that decide whether dropout keeps a weight
+DROPOUT_BITS = 15
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -145,6 +147,16 @@ class AttentionProblem(CallShape):
     def __hash__(self):
         # The shapes tell most problems apart, and to hash all twenty fields would cost each call.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
+
+    @property
+    def dropout_threshold(self) -> int:
+        """A weight stays where its DROPOUT_BITS random bits are not below this: dropout_p, rounded, and below 1."""
+        return min(round(self.dropout_p * 2**DROPOUT_BITS), 2**DROPOUT_BITS - 1)
+
+    @property
+    def keep_scale(self) -> float:
+        """1 / (1 - p) of the p that `dropout_threshold` stands for, so that the mean stays what it is."""
+        return 1 / (1 - self.dropout_threshold / 2**DROPOUT_BITS)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 # Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (112, but
 # 360 with Triton 3.8 at head dim 64).
-SPILLS = {"plain": 16, "causal": 72, "deterministic": 48, "packed": 96, "dropout": 360, "features": 360, "grouped": 96}
+SPILLS = {"plain": 16, "causal": 72, "deterministic": 48, "packed": 96, "dropout": 360, "rare": 96, "features": 360,
+          "grouped": 96}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -28,13 +29,15 @@ OPTIONS = {
     "deterministic": {"deterministic": True},
     "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
     "dropout": {"window": (None, 0), "dropout_p": 0.1},
+    # a threshold of 1
+    "rare": {"dropout_p": 2**-15},
     "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
 }
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
          (128, 128, "deterministic"), (256, 256, "deterministic"), (64, 64, "packed"), (128, 128, "packed"),
-         (256, 256, "packed"), (64, 64, "dropout"), (256, 256, "dropout"), (96, 96, "causal"), (192, 192, "causal"),
-         (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped")]  # fmt: skip
+         (256, 256, "packed"), (64, 64, "dropout"), (64, 64, "rare"), (256, 256, "dropout"), (96, 96, "causal"),
+         (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),

@@ -29,6 +29,8 @@ OPTIONS = {
     "causal": {"causal": True},
     "features": {"window": (200, 100), "softcap": 20.0},
     "dropout": {"dropout_p": 0.1},
+    # a threshold of 1
+    "rare": {"dropout_p": 2**-15},
     "heads": {"causal": True},
     # three quarters of a block
     "columns": {"causal": True},
@@ -55,6 +57,7 @@ def _calls():
                 seen.add((row.block_dim, row.config, name))
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
+    yield next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == 128), "rare"
     yield len(tiles.HOPPER) - 1, "heads"
     for number, row in enumerate(tiles.HOPPER):
         if row.block_dim > 64 and row.dims is None:

@@ -290,12 +290,14 @@ def test_philox_gives_the_published_vectors(counter, key, expected):
     assert tuple(word.item() for word in words) == expected
 
 
-def test_probabilities_of_15_bits():
-    assert dropout.threshold(0.5) == 2**14 and dropout.scale_of_kept(0.5) == 2.0
-    # to the nearest; nothing is dropped below half a step, and not everything just below 1
-    assert dropout.threshold(0.1) == 3277 and dropout.scale_of_kept(0.1) == 2**15 / (2**15 - 3277)
-    assert dropout.threshold(1e-5) == 0 and dropout.scale_of_kept(1e-5) == 1.0
-    assert dropout.threshold(1 - 1e-9) == 2**15 - 1 and dropout.scale_of_kept(1 - 1e-9) == 2**15
+@pytest.mark.parametrize("dropout_p, threshold, scale", [
+    (0.5, 2**14, 2.0), (0.1, 3277, 2**15 / (2**15 - 3277)),
+    # nothing is dropped below half a step, and not everything just below 1
+    (1e-5, 0, 1.0), (1 - 1e-9, 2**15 - 1, 2.0**15),
+])  # fmt: skip
+def test_probabilities_have_15_bits(dropout_p, threshold, scale):
+    problem = AttentionProblem(2, 200, 200, 2, 2, 8, 8, torch.float32, dropout_p=dropout_p)
+    assert (problem.dropout_threshold, problem.keep_scale) == (threshold, scale)
 
 
 def test_dropout_keeps_the_promised_share_and_depends_on_everything():

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 
 from flashtile.device.compat import gl, gluon
-from flashtile.reference import dropout as reference
 
-ROUNDS = tl.constexpr(reference.ROUNDS)
+ROUNDS = tl.constexpr(7)
 # Of both numbers in a word, the bit above the 15 that count
 _FLAGS = tl.constexpr(0x80008000)
 
@@ -38,7 +37,7 @@ def dropout_of(problem, rng_state) -> Dropout:
     """Of a call."""
     if problem.dropout_p == 0:
         return Dropout(None, None, None)
-    return Dropout(rng_state, reference.threshold(problem.dropout_p), reference.scale_of_kept(problem.dropout_p))
+    return Dropout(rng_state, problem.dropout_threshold, problem.keep_scale)
 
 
 class RandomStream(NamedTuple):
@@ -79,8 +78,11 @@ def philox(rows, cols, stream):
 
 @triton.jit
 def _flags(word, threshold):
-    """Of two weights, 1 where it stays: at the bits of _FLAGS. Neither difference borrows from the other."""
-    return ((word | _FLAGS) - threshold.to(tl.uint32) * 0x10001) & _FLAGS
+    """Of two weights, 1 where it stays: at the bits of _FLAGS. Neither difference borrows from the other.
+
+    threshold: a constant where it is 1, as Triton makes of an argument.
+    """
+    return ((word | _FLAGS) - threshold * 0x10001) & _FLAGS
 
 
 @triton.jit

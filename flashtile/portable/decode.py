@@ -19,7 +19,7 @@ four whole ones, whose numbers are read a step ahead, one each; else slot by slo
 
 What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json: with 1.7 GB of keys and values and more the rate
 of a copy, ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel
-takes 4.1 us, two 5.1; one query over 512 keys 11.8, of those 3 the merge's. Tried there (single runs, not recorded; 32 heads, 8
+takes 4.1 us, two 5.1; one query over 512 keys 9.4, of those 2 the merge's. Tried there (single runs, not recorded; 32 heads, 8
 of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by warps):
 
     batch, keys, page       128x8   64x4    64x8   32x4

@@ -10,12 +10,11 @@ as easy as 1, 2, 3.
 
 import torch
 
+from flashtile.problem import DROPOUT_BITS
 from flashtile.reference.lengths import positions
 
 ROUNDS = 7
 WORD = 0xFFFFFFFF
-# of a word that decide about one weight
-BITS = 15
 # multipliers of counter words 0 and 2, and what the two key words grow by in each round
 MULTIPLY_0, MULTIPLY_2 = 0xD2511F53, 0xCD9E8D57
 GROW_0, GROW_1 = 0x9E3779B9, 0xBB67AE85
@@ -47,18 +46,8 @@ def _multiply(a, b):
     return (product >> 32) & WORD, product & WORD
 
 
-def threshold(dropout_p) -> int:
-    """A weight stays where its 15 random bits are not below this: dropout_p, rounded, and below 1."""
-    return min(round(dropout_p * 2**BITS), 2**BITS - 1)
-
-
-def scale_of_kept(dropout_p) -> float:
-    """1 / (1 - p) of the p that `threshold` rounds to, so that the mean stays what it is."""
-    return 1 / (1 - threshold(dropout_p) / 2**BITS)
-
-
 def keep_scale(rows: slice, cols: slice, seqs, rng_state, dtype):
-    """What to multiply weights with: 0 or `scale_of_kept`, (batch, heads_kv, group, rows, cols); None without dropout."""
+    """What to multiply weights with: 0 or `problem.keep_scale`, (batch, heads_kv, group, rows, cols); None without dropout."""
     problem = seqs.problem
     if not problem.dropout_p:
         return None
@@ -72,9 +61,9 @@ def keep_scale(rows: slice, cols: slice, seqs, rng_state, dtype):
     counter = row_group, col_group, (sequence * problem.num_heads + head) & WORD, offset & WORD
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & WORD, (seed >> 32) & WORD))), -1)
     place = (row // 8 % 2 + 2 * (col // 8 % 2)).expand(words.shape[:-1])
-    bits = words.gather(-1, place[..., None])[..., 0] >> 16 * (col % 2) & (2**BITS - 1)
-    keep = bits >= threshold(problem.dropout_p)
-    return keep.unflatten(1, (problem.num_heads_kv, problem.group_size)).to(dtype) * scale_of_kept(problem.dropout_p)
+    bits = words.gather(-1, place[..., None])[..., 0] >> 16 * (col % 2) & (2**DROPOUT_BITS - 1)
+    keep = bits >= problem.dropout_threshold
+    return keep.unflatten(1, (problem.num_heads_kv, problem.group_size)).to(dtype) * problem.keep_scale
 
 
 def drop(weights, keep):
