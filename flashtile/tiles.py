@@ -257,7 +257,8 @@ class DecodeRow(NamedTuple):
     """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from.
 
     keys_a_sm: the most keys, of all heads of a full cache, for each multiprocessor; such a row is not for calls with a fixed
-    num_splits, whose results depend on no other sequence. pages: the most pages that a tile may fill, where it holds pages.
+    num_splits, whose results depend on no other sequence. pages: the most pages that a tile may fill, where it holds pages;
+    2 where row tiles stay whole.
     """
 
     block_dim: int
@@ -280,7 +281,7 @@ DECODE = (
     # Small caches: up to 134 MB of bf16 keys and values of head dim 128 on 132 multiprocessors
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SMALL, keys_a_sm=2048),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=1),
-    # From here on pages that are smaller; of 64 slots 7% faster for ragged lengths, with 8 rows 3% slower
+    # From here on pages that are smaller: of 64 slots, single runs, 7% faster for ragged lengths, with 8 rows 3% slower
     DecodeRow(128, 2, 4, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),

@@ -91,14 +91,18 @@ def test_fixed_splits_have_the_tiles_of_any_batch():
     """Or their results would depend on it."""
     from flashtile import hardware, tiles
 
-    def tile_n(batch, **changes):
-        problem = CacheProblem(batch=batch, seqlen_q=1, capacity=8192, num_heads=32, num_heads_kv=8, head_dim=128,
+    def tile_n(batch, seqlen_q=1, capacity=8192, **changes):
+        problem = CacheProblem(batch=batch, seqlen_q=seqlen_q, capacity=capacity, num_heads=32, num_heads_kv=8, head_dim=128,
                                head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, **changes)  # fmt: skip
         return tiles.decode_config(problem, hardware.by_name("H200")).tile_n
 
     assert tile_n(1) == tile_n(1, page_size=64) == tile_n(1, page_size=16) == tile_n(64, page_size=64) == 64
     assert tile_n(64) == tile_n(64, page_size=128) == tile_n(64, page_size=256) == 128
-    assert tile_n(64, page_size=96) == tile_n(64, page_size=16) == tile_n(64, page_size=128, has_leftpad=True) == 64
+    assert tile_n(64, page_size=96) == tile_n(64, page_size=1) == tile_n(64, page_size=64, has_leftpad=True) == 64
+    assert tile_n(64, page_size=16) == tile_n(64, page_size=128, has_leftpad=True) == 64
+    # two pages, for more rows, and where row tiles stay whole
+    assert tile_n(64, seqlen_q=2, page_size=64) == tile_n(8, capacity=512, page_size=64) == 128
+    assert tile_n(8, capacity=512, page_size=16) == 64
     for page_size in (None, 16, 64):
         assert tile_n(1, num_splits=8, page_size=page_size) == tile_n(64, num_splits=8, page_size=page_size)
 

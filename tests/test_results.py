@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile import tiles
 from flashtile.bench import record
@@ -25,6 +26,25 @@ def test_records_are_whole(path):
     assert run["env"]["git"]["commit"]
     assert not [row for row in run["results"] if row["status"] == "mismatch"]
     assert not run["interrupted"]
+
+
+def test_what_features_cost_is_timed_with_the_feature(monkeypatch):
+    """ALiBi once cost nothing: the case that it took its slopes from had none."""
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ratios
+
+    asked = []
+    monkeypatch.setattr(ratios, "attention", lambda *_, **options: asked.append(options))
+    x = torch.empty(0)
+    # makes tensors on a GPU
+    monkeypatch.setattr(ratios, "packed", lambda case: None)
+    functions = {name: function for name, _, _, function, _ in ratios.rows() if not name.startswith("packed")}
+    for function in functions.values():
+        function(x, x, x)
+    options = dict(zip(functions, asked, strict=True))
+    assert options["softcap"]["softcap"] > 0 and options["window of 1024 keys"]["window"] == (1023, 0)
+    assert options["ALiBi"]["alibi_slopes"].shape == (ratios.BATCH.num_heads,)
 
 
 def test_tile_rows_name_a_record_that_exists():

@@ -1,5 +1,7 @@
 """Arithmetic of tiles that no GPU is needed for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,6 +32,15 @@ def test_columns_of_q_and_k_lie_apart_where_larger_tiles_fit_then():
 
     assert is_apart(152, 104) and is_apart(192, 128)
     assert not any(is_apart(*dims) for dims in ((144, 128), (192, 64), (192, 136), (200, 128), (128, 128)))
+
+
+def test_calls_that_other_units_limit_have_the_tiles_of_few_keys():
+    def tile(**options):
+        config = hopper_config(replace(problem(8192, 64, 64), **options), hardware.by_name("H200"))
+        return config.tile_m, config.tile_n
+
+    assert tile() == (192, 128)
+    assert tile(softcap=30.0) == tile(dropout_p=0.1) == tile(dropout_p=0.1, window=(None, 0)) == (256, 64)
 
 
 def test_small_calls_of_small_head_dims_have_tiles_of_their_own():

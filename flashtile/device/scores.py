@@ -1,7 +1,7 @@
 """From q kᵀ to logits: scale, softcap, ALiBi; and back through them.
 
-Kernels keep logits in base 2. Where only a positive scale acts, it is left to the exponential's multiply-add
-(`scale_log2`); else `logits` applies everything in natural units, and `scale_log2` is log2(e).
+Kernels keep logits in base 2. A factor is left to the exponential's multiply-add (`scale_log2`): the scale, where it is
+positive and nothing else acts; the softcap, of which `logits` are then parts; else log2(e), for logits in natural units.
 """
 
 import struct

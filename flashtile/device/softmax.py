@@ -86,7 +86,7 @@ def _sum_apart(p):
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
 
 
-# Passes four numbers of a thread through, and looks as if it could store the first, whose bits are those of no number. ptxas
+# Passes four numbers of a thread through, and looks as if it could store the first: only if it had bits that no sum has. ptxas
 # moves waits for products up, but not past a store.
 _HOLD = gl.constexpr(
     "{ .reg .pred q; setp.eq.u32 q, $4, 0x7fffdead; @q st.shared.b32 [$4], $4; "

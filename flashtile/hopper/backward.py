@@ -74,7 +74,7 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
     dropout by 15 bits a weight instead of 32, two weights at once, and their order exchanged by a shuffle instead of through
         shared memory (4 x 4096 tokens of 16 heads, in brackets over cuDNN then): head dim 64 1.52 (1.11), causal 1.59 (1.07);
         128 1.13, causal 1.23; 256 causal 1.20. What Philox adds to the seed made again in each step, where it took registers
-        and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.29 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
+        and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.32 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
     a softcap by polynomials (`scores.logits`; 2 x 8192, causal): head dim 128 1.29, 256 1.11
 
 deterministic=True takes 0.99 to 1.10 times as long as the free order at head dim 64, 1.03 to 1.12 at 128, 1.06 to 1.22 at 256,

@@ -135,8 +135,9 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - keys and values handed back without the barrier of 128 threads that stands before an mbarrier's one arrival, in two of three
   places of a step: by arrivals of all threads (cp.async.mbarrier.arrive) 3 to 10% slower; by bar.arrive to a producer that
   waits in bar.sync equal, and 1% slower beside the held wait.
-- 131,072 keys, where FA3 is 1.13 times as fast in features.json: bytes of DRAM and of L2 and its hits are FA3's, within 3%
-  (98% hits); the tensor pipe is active 85% of the cycles, FA3's 90%: what is missing is in the step of a consumer.
+- 131,072 keys, where FA3 is 1.06 times as fast in features.json, and was 1.13 before the held wait; counters of a single run
+  before it: bytes of DRAM and of L2 and its hits are FA3's, within 3% (98% hits); the tensor pipe is active 85% of the cycles,
+  FA3's 90%: what is missing is in the step of a consumer.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.

@@ -19,8 +19,8 @@ four whole ones, whose numbers are read a step ahead, one each; else slot by slo
 
 What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json: with 1.7 GB of keys and values and more the rate
 of a copy, ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel
-takes 4.1 us, two 5.1; one query over 512 keys 9.4, of those 2 the merge's. Tried there (single runs, not recorded; 32 heads, 8
-of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by warps):
+takes 4.1 us, two 5.1; one query over 512 keys 9.4, of those 2 the merge's by a single run. Tried there (single runs, not
+recorded; 32 heads, 8 of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by warps):
 
     batch, keys, page       128x8   64x4    64x8   32x4
     1, 512                   11.7   10.7    10.5   10.8
@@ -48,7 +48,7 @@ counters that are 0 before it takes 4 to 8 us more. A fixed number of splits is 
 
 Row tiles of caches with few keys stay whole where that takes about as long (`tiles.decode_config`): nothing is merged, and the
 host launches one kernel. us in single runs, two for the first two lines, with cuDNN beside whole (8, 512 and 16, 2k are in
-decode.json, whole, with 13.1 and 43.8); 8 heads of keys:
+decode.json, whole, with 13.0 and 44.1); 8 heads of keys:
 
     batch, keys      8, 512   16, 512   24, 512   8, 1k   16, 1k   24, 1k   8, 2k   16, 2k
     equal shares     20.3     26.1      31.5      26.2    36.6     46.1     36.1    54.4
@@ -67,7 +67,7 @@ single runs; lengths in a cache of 32k, 64x4, 8 heads of keys; rows, parts at on
     1, 8, 4           12.8     25.8    71.6      18.7         15.0           44.6
     1, 8, 2           11.4     24.5    70.1      16.0         14.4           41.4
     1, 8, 1           11.1     24.0    69.8      15.4         14.3           40.8
-    whole             10.0     27.9       -      12.2         25.1           41.1
+    whole             10.0     27.9    93.8      12.2         25.1           47.1
 
 Batch 1, with 34 parts of a row: 32 at once by 4 warps 9.0 at 2k and 15.5 at 8k, by 2 warps 8.2 and 14.5; 16 at once 9.0, 15.6.
 A short sequence in a large cache costs what it does in one of its length: 16 of 512 keys in 32k 13.9, 512 12.2 (whole), 64 of
