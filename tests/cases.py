@@ -323,7 +323,14 @@ SHORT = [
          used=((11, 250), (10, 0), (0, 50), (16, 65), (2, 3))),
 ]  # fmt: skip
 
-BY_NAME = {case.name: case for case in CASES + SHORT}
+# For a GPU: more programs than multiprocessors
+LARGE = [
+    # neg_delta's place was handed back before all of it was in registers: in every third call some of dq and dk were wrong
+    Case("varlen_dropout_dim_256", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6, heads_kv=6,
+         head_dim=256, alibi="heads", dropout_p=0.17),
+]  # fmt: skip
+
+BY_NAME = {case.name: case for case in CASES + SHORT + LARGE}
 
 
 def named(*names):

@@ -42,7 +42,7 @@ def assert_same(actual, expected, names=("out", "lse", "dq", "dk", "dv", "dsinks
 
 
 def test_case_names_are_unique():
-    assert len(cases.BY_NAME) == len(CASES + cases.SHORT)
+    assert len(cases.BY_NAME) == len(CASES + cases.SHORT + cases.LARGE)
 
 
 def test_scaled_case_keeps_empty_and_single_rows():

@@ -774,7 +774,6 @@ def _compute(
     q_left = None
     if SPLIT_Q:
         q_left = _load_left(ring, left, left_phase, TILE_N, some)
-        mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
     _wait_turn(CONSUMER, some)
     raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
@@ -782,6 +781,9 @@ def _compute(
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1, pred=some)
+    if SPLIT_Q:
+        # Not before: it may still be on its way to registers, and TMA does not wait for that
+        mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N, LAZY)
     if MASK_FIRST:
         logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import checks
 import pytest
 import torch
-from cases import BY_NAME, CASES, SHORT, Case
+from cases import BY_NAME, CASES, LARGE, SHORT, Case
 
 import flashtile
 from flashtile import dispatch, hardware
@@ -24,7 +24,7 @@ NUM_REPEATS = int(os.environ.get("FLASHTILE_TEST_REPEATS", "100"))
 NUM_CHUNKS = 15
 # Cases whose bits are compared
 REPEATED = ("causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both", "short_causal",
-            "short_varlen", "varlen_deterministic")  # fmt: skip
+            "short_varlen", "varlen_deterministic", "varlen_dropout_dim_256")  # fmt: skip
 # Kinds of calls among random configurations, each with kernels of its own, which take longer to compile than to run
 NUM_KINDS = 60
 
@@ -69,7 +69,7 @@ def skip_refused(tier, case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + LARGE, ids=lambda case: case.name)
 def test_case(tier, case, dtype, poisoned):
     skip_refused(tier, case, dtype)
     checks.check_attention(case, dtype, "cuda")
