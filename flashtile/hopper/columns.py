@@ -9,6 +9,28 @@ tokens of 16 heads of dim 96, single runs: forward 739 and 734 us, dv and dk in 
 from flashtile.device.compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 
 
+def _rescaling(count):
+    """PTX that multiplies `count` registers of acc by their rows' corrections, unless these are 1 in the whole warp.
+
+    acc is in $0 and on, and tied to the outputs; corrections follow, one for each register, of two rows in turn.
+    """
+    first, second = f"${2 * count}", f"${2 * count + 2}"
+    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
+    return (
+        f"{{ .reg .pred q; setp.neu.f32 q, {first}, 0f3F800000; setp.neu.or.f32 q, {second}, 0f3F800000, q; "
+        f"vote.sync.any.pred q, q, 0xffffffff; @!q bra DONE; {products} DONE: }}"
+    )
+
+
+def _rescaling_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+# By columns of acc, of which a thread has half as many registers
+_RESCALE = gl.constexpr({n: _rescaling(n // 2) for n in (16, 32, 64, 128, 256)})
+_RESCALE_CONSTRAINTS = gl.constexpr({n: _rescaling_constraints(n // 2) for n in (16, 32, 64, 128, 256)})
+
+
 @gluon.jit
 def contract(a, b, acc, LIVE: gl.constexpr, USE_ACC: gl.constexpr = True):
     """Start acc + a bᵀ of two tiles in shared memory; without USE_ACC a bᵀ."""
@@ -91,6 +113,22 @@ def _scaled(x, factors):
         return x * per_row(factors, x)
     else:
         return x * factors
+
+
+@gluon.jit
+def scale_rarely(acc, factors):
+    """`scale` by one number a row, where that is nearly always 1: a warp whose rows all have 1 multiplies nothing."""
+    if len(acc) == 1:
+        return (_scaled_rarely(acc[0], factors),)
+    else:
+        return _scaled_rarely(acc[0], factors), _scaled_rarely(acc[1], factors)
+
+
+@gluon.jit
+def _scaled_rarely(x, factors):
+    COLUMNS: gl.constexpr = x.shape[1]
+    return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, per_row(factors, x)],
+                                     dtype=gl.float32, is_pure=True, pack=COLUMNS // 2)  # fmt: skip
 
 
 @gluon.jit

@@ -185,28 +185,6 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
-
-
-def _rescaling(count):
-    """PTX that multiplies `count` registers of acc by their rows' corrections, unless these are 1 in the whole warp.
-
-    acc is in $0 and on, and tied to the outputs; corrections follow, one for each register, of two rows in turn.
-    """
-    first, second = f"${2 * count}", f"${2 * count + 2}"
-    products = " ".join(f"mul.f32 ${i}, ${i}, {second if i & 2 else first};" for i in range(count))
-    return (
-        f"{{ .reg .pred q; setp.neu.f32 q, {first}, 0f3F800000; setp.neu.or.f32 q, {second}, 0f3F800000, q; "
-        f"vote.sync.any.pred q, q, 0xffffffff; @!q bra DONE; {products} DONE: }}"
-    )
-
-
-def _rescaling_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-# By columns of acc, of which a thread has half as many registers
-_RESCALE = gl.constexpr({n: _rescaling(n // 2) for n in (16, 32, 64, 128, 256)})
-_RESCALE_CONSTRAINTS = gl.constexpr({n: _rescaling_constraints(n // 2) for n in (16, 32, 64, 128, 256)})
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -636,23 +614,6 @@ def _begin(logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _rescale_lazily(x, correction):
-    COLUMNS: gl.constexpr = x.shape[1]
-    return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, columns.per_row(correction, x)],
-                                     dtype=gl.float32, is_pure=True, pack=COLUMNS // 2)  # fmt: skip
-
-
-@gluon.jit
-def _rescale(acc, correction, LAZY: gl.constexpr):
-    if not LAZY:
-        return columns.scale(acc, correction)
-    elif len(acc) == 1:
-        return (_rescale_lazily(acc[0], correction),)
-    else:
-        return _rescale_lazily(acc[0], correction), _rescale_lazily(acc[1], correction)
-
-
-@gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
@@ -676,7 +637,8 @@ def _absorb_tile(
     state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED, HOLD)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, _rescale(acc, correction, LAZY), _as_operand(p, kept, dropout, ring, acc)
+    acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
+    return state, acc, _as_operand(p, kept, dropout, ring, acc)
 
 
 @gluon.jit
