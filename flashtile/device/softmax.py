@@ -58,13 +58,19 @@ def begin(logits, scale_log2, MASKED: tl.constexpr):
 
 
 @gluon.jit
+def lazy_max(row_max, logits, scale_log2):
+    """The reference of `update_lazily`: row_max as long as no logit exceeds it by SLACK, else the largest logit."""
+    largest = gl.max(logits, 1) * scale_log2
+    return gl.where(largest > row_max + SLACK, largest, row_max)
+
+
+@gluon.jit
 def update_lazily(state, logits, scale_log2, MASKED: gl.constexpr):
     """`update`, but row_max stays as it is until a logit exceeds it by SLACK: nearly always the correction is 1.
 
     Source: as FlashAttention-4 does.
     """
-    largest = gl.max(logits, 1) * scale_log2
-    row_max = gl.where(largest > state.row_max + SLACK, largest, state.row_max)
+    row_max = lazy_max(state.row_max, logits, scale_log2)
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
     p = gl.exp2(logits * scale_log2 - reference[:, None])
@@ -101,17 +107,43 @@ def _hold(sums):
 
 
 @gluon.jit
+def _scale_sums(row_sum, correction):
+    return row_sum * gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+
+
+@gluon.jit
 def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr):
     """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before."""
     row_max = gl.maximum(state.row_max, _max_apart(logits) * scale_log2)
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
     p = gl.exp2(logits * scale_log2 - reference[:, None])
-    per_row = gl.convert_layout(correction, gl.SliceLayout(1, state.row_sum.type.layout))
     sums = _sum_apart(p)
     if HOLD:
         sums = _hold(sums)
-    return OnlineSoftmax(row_max, state.row_sum * per_row[:, None] + sums), p, correction
+    return OnlineSoftmax(row_max, _scale_sums(state.row_sum, correction) + sums), p, correction
+
+
+@gluon.jit
+def nothing_apart(logits):
+    """The state of `update_apart` before the first tile; logits: zeros of a tile's shape and layout."""
+    row_max = gl.full([logits.shape[0]], NEG_INF, gl.float32, gl.SliceLayout(1, logits.type.layout))
+    return OnlineSoftmax(row_max, _sum_apart(logits))
+
+
+@gluon.jit
+def rebase(state, row_max):
+    """(state of `update_apart` relative to another reference, the correction of acc)."""
+    correction = gl.exp2(state.row_max - pivot(row_max))
+    return OnlineSoftmax(row_max, _scale_sums(state.row_sum, correction)), correction
+
+
+@gluon.jit
+def update_lazily_apart(state, logits, scale_log2):
+    """`update_lazily` of a state of `update_apart`. Hidden logits are -inf."""
+    state, correction = rebase(state, lazy_max(state.row_max, logits, scale_log2))
+    p = gl.exp2(logits * scale_log2 - pivot(state.row_max)[:, None])
+    return OnlineSoftmax(state.row_max, state.row_sum + _sum_apart(p)), p, correction
 
 
 @gluon.jit

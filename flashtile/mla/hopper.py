@@ -6,11 +6,12 @@
 
 64 rows by 512 columns of output are 128 KiB: two partitions hold half each, and both need the probabilities of all keys. So
 tile i is scored by partition i % 2, which hands its probabilities to the other through shared memory, in the place of the
-tile's rotary part, of no use by then. With them travels the softmax state, so that both halves keep one reference:
+tile's rotary part, of no use by then. With them travels row_max, so that both halves keep one reference:
 
-    scorer(i):  half of q kᵀ(i);  acc += p(i-1) c(i-1);  the rest of q kᵀ(i);  p(i), row_max, row_sum;  acc += p(i) c(i)
+    scorer(i):  half of q kᵀ(i);  acc += p(i-1) c(i-1);  the rest of q kᵀ(i);  p(i), row_max;  acc += p(i) c(i)
 
-While one computes its probabilities, products of the other run.
+While one computes its probabilities, products of the other run. Each sums its own tiles' probabilities until the sequence ends
+(`_join`), and row_max changes only where it must (`softmax.lazy_max`), so that acc is hardly ever rescaled.
 
 Queries and two key tiles fill the shared memory. Tile i + 2 takes the slot of tile i half by half, as soon as its partition has
 multiplied with that half: half h of a slot belongs to partition h, and a scorer begins with its own half, which comes first.
@@ -43,6 +44,12 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
   slots given back in quarters 284, 564.
 - packed, two producers of 4 warps, each for half of the values, beside that: from L2 405 to 362 (FlashMLA 346), from memory 420
   to 449, with an L2 prefetch each 128 bytes 426 (370). What the loads wait for in memory is not known.
+- dense, 128 heads, by the clock in the loop: a tile took 2850 clocks, of which tensor cores were busy for 2176, on a chain from
+  tile to tile: probabilities 1070, their way to the other partition 80, its acc rescaled 540, its products up to the scores
+  1170. With row_max changed rarely and sums apart, 4096 keys 267 to 259, 2 query tokens and 8192 keys 1017 to 980. Without the
+  chain (row_max sent ahead, the given product behind all scores) 293 and 1090 where that was 272 and 1006: then the 700 to 1000
+  clocks until TMA has filled half a slot are in the way; with a barrier each 64 columns 281 and 1018, since four loads take the
+  producer 490 clocks to ask for.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
@@ -67,6 +74,7 @@ from flashtile.device.compat import (
     warpgroup_mma_wait,
 )
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
+from flashtile.hopper import columns
 from flashtile.mla import cache, portable, schedule
 
 ROWS = gl.constexpr(64)
@@ -95,8 +103,9 @@ class Ring(NamedTuple):
     latent_smem: Any
     # rotary part of a slot, then its probabilities
     rope_smem: Any
-    # softmax state after the tile of a slot
+    # softmax's reference of the tile of a slot
     max_smem: Any
+    # sums of a partition's own tiles, (index of the sequence & 1) * 2 + partition
     sum_smem: Any
     # 0 or -inf for each token of a slot; None where only the end of a sequence hides
     bias_smem: Any
@@ -107,6 +116,7 @@ class Ring(NamedTuple):
     latent_ready: Any
     latent_free: Any
     p_ready: Any
+    sum_ready: Any
     # Whether threads write the tiles, not TMA
     gathered: Any
 
@@ -470,11 +480,6 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
 
 
 @gluon.jit
-def _per_row(x, acc_layout: gl.constexpr):
-    return gl.convert_layout(x, gl.SliceLayout(1, acc_layout))[:, None]
-
-
-@gluon.jit
 def _wait_latent(ring, half, phase, pred=True):
     """Until a half of a slot may be multiplied. What threads wrote, products see behind a fence.
 
@@ -512,29 +517,24 @@ def _start_rest(ring, raw, step, ROPE: gl.constexpr):
 
 @gluon.jit
 def _start_given(ring, state, acc, step, exists, use_acc):
-    """Take the other partition's state after its tile, and start acc + p c of that tile.
+    """Take the reference of a tile that the other partition scores, and start acc + p c of that tile.
 
-    Where there is none, the state is that of no key, and the product is of anything: the next one must drop it.
+    Where there is none, the reference is that of no key, and the product is of anything: the next one must drop it.
     """
-    acc_layout: gl.constexpr = acc.type.layout
-    row_layout: gl.constexpr = state.row_max.type.layout
     slot, phase = _slot(step)
     mbarrier.wait(ring.p_ready.index(slot), phase, pred=exists)
     _wait_latent(ring, slot * 2 + 1 - slot, phase, pred=exists)
-    row_max = gl.where(exists, ring.max_smem.index(slot).load(row_layout), NEG_INF)
-    row_sum = gl.where(exists, ring.sum_smem.index(slot).load(row_layout), 0.0)
-    correction = gl.exp2(state.row_max - softmax.pivot(row_max))
-    acc = acc * _per_row(correction, acc_layout)
+    row_max = gl.where(exists, ring.max_smem.index(slot).load(state.row_max.type.layout), NEG_INF)
+    state, correction = softmax.rebase(state, row_max)
+    acc = columns.scale_rarely((acc,), correction)[0]
     p = ring.rope_smem.index(slot).reshape([ROWS, TILE])
     c = ring.latent_smem.index(slot * 2 + 1 - slot).reshape([TILE, HALF])
-    product = warpgroup_mma(p, c, acc, use_acc=use_acc, is_async=True)
-    return softmax.OnlineSoftmax(row_max, row_sum), product
+    return state, warpgroup_mma(p, c, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
 def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, ROPE: gl.constexpr):
     """The tile before `step`, which the other partition scores, and that of `step`."""
-    acc_layout: gl.constexpr = acc.type.layout
     has_given = step > first_step
     slot, _ = _slot(step)
     raw = _start_own_half(ring, step)
@@ -543,26 +543,36 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     acc = warpgroup_mma_wait(2 if ROPE else 1, deps=[product])
     mbarrier.arrive(ring.latent_free.index((1 - slot) * 2 + slot), count=1, pred=has_given)
     raw = warpgroup_mma_wait(0, deps=[raw])
-    mbarrier.arrive(ring.q_free, count=1, pred=last)
     if ring.bias_smem is not None:
         raw += ring.bias_smem.index(slot).load(gl.SliceLayout(0, raw.type.layout))[None, :]
     elif masked:
         cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
         raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
-    state, p, correction = softmax.update(state, raw, scale_log2, True)
+    state, p, correction = softmax.update_lazily_apart(state, raw, scale_log2)
     p = p.to(ring.latent_smem.dtype)
     ring.rope_smem.index(slot).reshape([ROWS, TILE]).store(p)
     ring.max_smem.index(slot).store(state.row_max)
-    ring.sum_smem.index(slot).store(state.row_sum)
     fence_async_shared()
     mbarrier.arrive(ring.p_ready.index(slot), count=1)
-    p = gl.convert_layout(p, gl.DotOperandLayout(0, acc_layout, 2))
-    acc = acc * _per_row(correction, acc_layout)
+    mbarrier.arrive(ring.q_free, count=1, pred=last)
+    acc = columns.scale_rarely((acc,), correction)[0]
     c = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
-    product = warpgroup_mma(p, c, acc, use_acc=has_given, is_async=True)
+    product = warpgroup_mma(columns.as_operand(p, acc), c, acc, use_acc=has_given, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(ring.latent_free.index(slot * 3), count=1)
     return state, acc
+
+
+@gluon.jit
+def _join(ring, state, index, W: gl.constexpr):
+    """The state of both partitions, whose reference is the same by now."""
+    state = softmax.join(state)
+    place = (index & 1) * 2
+    ring.sum_smem.index(place + W).store(state.row_sum)
+    mbarrier.arrive(ring.sum_ready.index(W), count=1)
+    mbarrier.wait(ring.sum_ready.index(1 - W), index & 1)
+    other = ring.sum_smem.index(place + 1 - W).load(state.row_sum.type.layout)
+    return softmax.OnlineSoftmax(state.row_max, state.row_sum + other)
 
 
 @gluon.jit
@@ -574,7 +584,7 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
     rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, row_layout)
     exists = rows < num_rows
     acc_rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-    columns = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
+    cols = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
     if (segment.first == 0) & (segment.end == segment.num_tiles):
         inverse, row_lse = softmax.finish(state)
         if sinks is not None:
@@ -587,16 +597,16 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
         first_row = segment.sequence.to(gl.int64) * num_rows
         if W == 0:
             gl.store(lse + first_row + rows, row_lse, mask=exists)
-        offsets = (first_row + acc_rows)[:, None] * LATENT + columns[None, :]
-        gl.store(out + offsets, (acc * _per_row(inverse, acc_layout)).to(out.dtype.element_ty),
+        offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
+        gl.store(out + offsets, (acc * columns.per_row(inverse, acc)).to(out.dtype.element_ty),
                  mask=(acc_rows < num_rows)[:, None])  # fmt: skip
     else:
         inverse, row_lse = softmax.finish(state)
         first_row = schedule.partial_slot(part_number, segment.first).to(gl.int64) * num_rows
         if W == 0:
             gl.store(partial_lse + first_row + rows, row_lse / LN_2, mask=exists)
-        offsets = (first_row + acc_rows)[:, None] * LATENT + columns[None, :]
-        gl.store(partial_out + offsets, acc * _per_row(inverse, acc_layout), mask=(acc_rows < num_rows)[:, None])
+        offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
+        gl.store(partial_out + offsets, acc * columns.per_row(inverse, acc), mask=(acc_rows < num_rows)[:, None])
 
 
 @gluon.jit
@@ -619,8 +629,7 @@ def _compute(
         if IS_CAUSAL:
             limits = limits - seqlen_q + 1 + tokens
             mask_from = mask_from - seqlen_q + 1
-        no_max = gl.full([ROWS], NEG_INF, gl.float32, row_layout)
-        state = softmax.OnlineSoftmax(no_max, gl.zeros([ROWS], gl.float32, row_layout))
+        state = softmax.nothing_apart(gl.zeros([ROWS, TILE], gl.float32, score_layout))
         acc = gl.zeros([ROWS, HALF], gl.float32, acc_layout)
         end_step = first_step + segment.end - segment.first
         own_step = first_step + ((first_step + W) & 1)
@@ -636,6 +645,7 @@ def _compute(
             state, product = _start_given(ring, state, acc, end_step - 1, True, end_step - 1 > first_step)
             acc = warpgroup_mma_wait(0, deps=[product])
             mbarrier.arrive(ring.latent_free.index((1 - W) * 2 + W), count=1)
+        state = _join(ring, state, index, W)
         _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
                LSE_WITH_SINKS, W)  # fmt: skip
         first_step = end_step
@@ -698,9 +708,9 @@ def decode(
         mbarrier.init(latent_ready.index(slot + 1), count=other_ready)
     ring = Ring(
         _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors),
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [4, ROWS], vectors),
         bias_smem, scale_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
-        _allocate_barriers(1, 4), _allocate_barriers(1, 2), latent_desc is None,
+        _allocate_barriers(1, 4), _allocate_barriers(1, 2), _allocate_barriers(1, 2), latent_desc is None,
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
