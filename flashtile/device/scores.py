@@ -1,7 +1,7 @@
 """From q kᵀ to logits: scale, softcap, ALiBi; and back through them.
 
-Kernels keep logits in base 2. A factor is left to the exponential's multiply-add (`scale_log2`): the scale, where it is
-positive and nothing else acts; the softcap, of which `logits` are then parts; else log2(e), for logits in natural units.
+Kernels keep logits in base 2. A factor is left to the exponential's multiply-add (`scale_log2`): the unit of logits times
+log2(e). The unit is the scale, where it is positive; the softcap, of which `logits` are then parts; else 1.
 """
 
 import struct
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from flashtile.device.numerics import LOG2_E
 
+# Of scales that ALiBi's slopes are divided by
+SMALLEST_UNIT = 2.0**-40
 # For |x| up to 0.6 tanh(x) is x times a polynomial in x * x, lowest power first: 2.3e-6 off at most, relatively
 _TANH_BOUND = 0.6
 _TANH_TERMS = 0.9999978542327881, -0.3331403732299805, 0.1305783838033676, -0.0409290194511414
@@ -68,29 +70,52 @@ class ScoreParams(NamedTuple):
 def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
     """Of a call. prescaled: whether the scale has to act before the maximum is taken."""
     batch_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
+    prescaled = prescaled or alibi_slopes is not None and 0 < problem.softmax_scale < SMALLEST_UNIT
     return ScoreParams(float(problem.softmax_scale), float(problem.softcap) or None, alibi_slopes, batch_stride,
                        1 if prescaled else None)  # fmt: skip
 
 
 @triton.jit
-def load_slope(score_params, batch, head):
-    if score_params.alibi_slopes is None:
-        return 0.0
+def _unit(score_params):
+    """What logits are multiples of."""
+    if score_params.softcap is not None:
+        return score_params.softcap
+    elif score_params.prescaled is not None:
+        return 1.0
     else:
-        return tl.load(score_params.alibi_slopes + batch * score_params.alibi_batch_stride + head)
+        return score_params.scale
 
 
 @triton.jit
 def scale_log2(score_params):
     """What is left to multiply logits with, to reach base 2."""
-    if score_params.alibi_slopes is not None:
-        return LOG2_E
-    elif score_params.softcap is not None:
-        return score_params.softcap * LOG2_E
-    elif score_params.prescaled is not None:
-        return LOG2_E
+    return _unit(score_params) * LOG2_E
+
+
+@triton.jit
+def load_slope(score_params, batch, head):
+    """Negative, and in the unit of logits; 0 without ALiBi. head: a number, or a tensor of them."""
+    if score_params.alibi_slopes is None:
+        return 0.0
     else:
-        return score_params.scale * LOG2_E
+        slope = tl.load(score_params.alibi_slopes + batch * score_params.alibi_batch_stride + head)
+        return slope * (-1.0 / _unit(score_params))
+
+
+@triton.jit
+def bias(rows, cols, diagonal, slope):
+    """What ALiBi adds to logits, with arguments as those of `logits`: slope * |row + diagonal - col|.
+
+    Positions of a thread's products in a tile differ by constants of the program: in bit 3 of those down a column, in all bits
+    but 1 and 2 of those along a row. So distances are a number of the thread plus constants, in fp32 (exact to 2**24), and
+    elements 8 rows and 8 columns apart share theirs: 34 additions for 64 scores, and no conversions of integers.
+    """
+    COL_BITS: tl.constexpr = 6 if cols.shape[0] == 1 else ~8
+    ROW_BITS: tl.constexpr = ~8 if cols.shape[0] == 1 else 6
+    rows_of_thread = (rows & ROW_BITS).to(tl.float32)
+    cols_of_thread = (cols & COL_BITS).to(tl.float32)
+    constants = ((rows & ~ROW_BITS) - (cols & ~COL_BITS)).to(tl.float32)
+    return slope * tl.abs(diagonal.to(tl.float32) + rows_of_thread - cols_of_thread + constants)
 
 
 @triton.jit
@@ -118,24 +143,19 @@ def _capped(scores, score_params, THREAD: tl.constexpr):
 
 
 @triton.jit
-def logits(scores, rows, cols, lengths, slope, score_params, THREAD: tl.constexpr = 0):
-    """Logits up to the factor scale_log2(score_params); rows and cols are positions that broadcast to the shape of scores.
+def logits(scores, rows, cols, diagonal, slope, score_params, THREAD: tl.constexpr = 0):
+    """Logits up to the factor scale_log2(score_params).
 
+    rows, cols: positions in the tile, that broadcast to the shape of scores; column row + diagonal is on the diagonal.
     THREAD: how many of the scores a thread has, 16, 32 or 64, or 0 where that is not known.
     """
-    if score_params.softcap is None and score_params.alibi_slopes is None and score_params.prescaled is None:
-        return scores
-    else:
-        if score_params.softcap is None:
-            scores = scores * score_params.scale
-        else:
-            scores = _capped(scores, score_params, THREAD)
-        if score_params.alibi_slopes is not None:
-            if score_params.softcap is not None:
-                scores = scores * score_params.softcap
-            shift = lengths.seqlen_k - lengths.seqlen_q
-            scores = scores - slope * tl.abs(rows + shift - cols).to(tl.float32)
-        return scores
+    if score_params.softcap is not None:
+        scores = _capped(scores, score_params, THREAD)
+    elif score_params.prescaled is not None:
+        scores = scores * score_params.scale
+    if score_params.alibi_slopes is not None:
+        scores = scores + bias(rows, cols, diagonal, slope)
+    return scores
 
 
 @triton.jit

@@ -492,11 +492,13 @@ def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window,
 
     Under dropout p is 0 where it is dropped, and the other negative.
     """
-    rows = tile * TILE_M + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
     cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
+    rows_of_tile = gl.arange(0, TILE_M, gl.SliceLayout(0, layout))[None, :]
+    cols_of_tile = gl.arange(0, HALF_N, gl.SliceLayout(1, layout))[:, None]
+    diagonal = tile * TILE_M + lengths.seqlen_k - lengths.seqlen_q - first_col
     slope = scores.load_slope(score_params, walk.batch, head)
     THREAD: gl.constexpr = HALF_N * TILE_M // 128
-    x = scores.logits(raw_scores, rows[None, :], cols[:, None], lengths, slope, score_params, THREAD)
+    x = scores.logits(raw_scores, rows_of_tile, cols_of_tile, diagonal, slope, score_params, THREAD)
     x = x * scores.scale_log2(score_params)
     if score_params.softcap is not None:
         x = x + row_smem.load(gl.SliceLayout(0, layout))[None, :]

@@ -551,13 +551,16 @@ def _positions(part, n_tile, HEADS: gl.constexpr, TILE_N: gl.constexpr, layout: 
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, slope, score_params, HEADS: gl.constexpr, TILE_N: gl.constexpr, LAZY: gl.constexpr):
+def _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexpr, LAZY: gl.constexpr):
     """Logits of a step's scores (ROWS, TILE_N)."""
     # A softcap without exponentials where these and products are what takes time; not at head dim 256
     THREAD: gl.constexpr = 0 if LAZY else ROWS * TILE_N // 128
     layout: gl.constexpr = raw.type.layout
-    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, layout)
-    return scores.logits(raw, rows, first_col + cols, lengths, slope, score_params, THREAD)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
+    # of tiles of one head, as ALiBi has them
+    diagonal = part.row_begin + lengths.seqlen_k - lengths.seqlen_q - n_tile * TILE_N
+    return scores.logits(raw, rows, cols, diagonal, slope, score_params, THREAD)
 
 
 @gluon.jit
@@ -628,7 +631,7 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, slope, score_params, HEADS, TILE_N, LAZY)
+    logits = _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N, LAZY)
     if MASKED:
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
@@ -746,7 +749,7 @@ def _compute(
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, HEADS, TILE_N, LAZY)
+    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
     if MASK_FIRST:
         logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
     state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
@@ -792,7 +795,7 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, HEADS, TILE_N, LAZY)
+        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
         if MASK_FIRST:
             logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
         next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)

@@ -279,7 +279,7 @@ def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.conste
         return 0.0
     else:
         heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + tl.arange(0, TILE_M)) % GROUP_SIZE
-        return tl.load(score_params.alibi_slopes + part.batch * score_params.alibi_batch_stride + heads)[:, None]
+        return scores.load_slope(score_params, part.batch, heads)[:, None]
 
 
 @triton.jit
@@ -291,7 +291,9 @@ def _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths,
     cols = col_begin + tl.arange(0, TILE_N)
     # (TILE_M, TILE_N)
     logits = dot(q_tile.to(dtype), k_tile.to(dtype).T)
-    logits = scores.logits(logits, tokens[:, None], cols[None, :], lengths, slopes, score_params)
+    diagonal = tokens[:, None] + (lengths.seqlen_k - lengths.seqlen_q - col_begin)
+    rows = tl.zeros((1, 1), tl.int32)
+    logits = scores.logits(logits, rows, tl.arange(0, TILE_N)[None, :], diagonal, slopes, score_params)
     logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
     return state, dot(p.to(dtype), v_tile.to(dtype), acc * correction[:, None])

@@ -51,7 +51,9 @@ def _absorb_tile(
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     # (TILE_M, TILE_N)
-    logits = scores.logits(dot(q, k.T), rows[:, None], cols[None, :], lengths, slope, score_params)
+    diagonal = row_begin + lengths.seqlen_k - lengths.seqlen_q - col_begin
+    logits = scores.logits(dot(q, k.T), tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :], diagonal, slope,
+                           score_params)  # fmt: skip
     if MASKED:
         logits = tl.where(masks.visible(rows[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
