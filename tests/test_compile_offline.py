@@ -21,6 +21,20 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+# As cuobjdump -sass writes it: TMA waits for a barrier; its buffer is read, the barrier told, and what was read used
+READ_AND_RELEASE = """
+        /*5ee0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [R0+URZ+0x2c6c0], R11 ;          /* 0x02c6c00b000075a7 */
+                                                                                                       /* 0x000e64000804017f */
+        /*6450*/                   UTMALDG.1D [UR20], [UR38] ;                                         /* 0x00000014260075b4 */
+                                                                                                       /* 0x0003e20008000000 */
+        /*93a0*/                   LDS.64 R8, [R188+0x2c560] ;                                         /* 0x02c56000bc087984 */
+                                                                                                       /* 0x000e640000000a00 */
+        /*93d0*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R0+URZ+0x2c6c0], RZ ;                /* 0x02c6c0ff00ff89a7 */
+                                                                                                       /* 0x0005e4000810003f */
+        /*93f0*/                   FFMA R176, R183, R205, R9.reuse ;                                   /* 0x000000cdb7b07223 */
+                                                                                                       /* 0x102fe20000000009 */
+"""
+
 
 def _compile(*arguments):
     """Run offline.py in a process where Triton compiles; returns what it printed."""
@@ -89,3 +103,15 @@ def test_interpreter_is_refused():
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parent)}
     process = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
     assert "UnsupportedError: offline compilation: expected a process without TRITON_INTERPRET=1" in process.stderr
+
+
+def test_early_releases_are_found():
+    from flashtile.bench.offline import early_releases
+
+    (found,) = early_releases(READ_AND_RELEASE)
+    assert "93d0" in found and "LDS.64" in found
+    lines = READ_AND_RELEASE.splitlines()
+    # The use, which waits for the load, before the barrier is told
+    assert early_releases("\n".join(lines[:-4] + lines[-2:] + lines[-4:-2])) == ()
+    # A barrier that TMA does not wait for
+    assert early_releases(READ_AND_RELEASE.replace("TRYWAIT P2, [R0+URZ+0x2c6c0]", "TRYWAIT P2, [R0+URZ+0x2c6d0]")) == ()

@@ -26,6 +26,13 @@ from flashtile.errors import UnsupportedError, explain
 # Tensor core instructions: wgmma is HGMMA (QGMMA for fp8), tcgen05.mma UTC?MMA, mma.sync HMMA (IMMA int8, DMMA fp64).
 _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC[A-Z]*MMA)\b")
 _LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
+# Of cuobjdump -sass: address, instruction without its predicate, and the upper half of its encoding, whose bits from 41 on say,
+# since sm_70, which of six counters it sets when it is done (46 to 48), and which it waits for before it starts (52 to 57)
+_INSTRUCTION = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?) ?;\s+/\* 0x[0-9a-f]{16} \*/\s+/\* (0x[0-9a-f]{16}) \*/"
+)
+# What a barrier's address adds to registers
+_BARRIER = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)?\]")
 _RESOURCES = re.compile(r"Function (\w+):\s*\n?\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -48,6 +55,8 @@ class CompiledReport:
     # Of the machine code, with sass=True: tensor core instructions by name, and loads and stores of local memory
     tensor_core: dict[str, int] = field(default_factory=dict)
     local_accesses: int | None = None
+    # of sm_90: loads from shared memory that may be under way while TMA writes there, see `early_releases`
+    early_releases: tuple[str, ...] = ()
     # Of a second ptxas run, with ptxas=True: its wall time, and what it warned of
     ptxas_s: float | None = None
     ptxas_warnings: tuple[str, ...] = ()
@@ -205,7 +214,35 @@ def _instructions(code):
     return {
         "tensor_core": dict(Counter(_TENSOR_CORE.findall(code))),
         "local_accesses": len(_LOCAL_MEMORY.findall(code)),
+        "early_releases": early_releases(code),
     }
+
+
+def early_releases(code):
+    """Loads from shared memory that may not be done when a barrier lets TMA fill their buffer again, each as text.
+
+    A thread that tells a barrier that it has read a buffer may still have loads under way. What other threads write to shared
+    memory comes behind them; what TMA writes does not, and was there first in one kernel of this project. code: of
+    cuobjdump -sass, sm_90. Barriers that TMA waits for: those polled last before a UTMALDG. It follows no branches.
+    """
+    instructions = [(address, text, int(word, 16) >> 41) for address, text, word in _INSTRUCTION.findall(code)]
+    guards, polled = set(), None
+    for _, text, _ in instructions:
+        if text.startswith("SYNCS.PHASECHK"):
+            polled = _BARRIER.search(text)[1]
+        elif text.startswith("UTMALDG") and polled:
+            guards.add(polled)
+    found, under_way = [], {}
+    for address, text, control in instructions:
+        for counter in range(6):
+            if control >> 11 >> counter & 1:
+                under_way.pop(counter, None)
+        if text.startswith("SYNCS.ARRIVE.TRANS64.A1T0") and _BARRIER.search(text)[1] in guards:
+            found += [f"{address}: {text} before {load}" for load in under_way.values()]
+        counter = control >> 5 & 7
+        if text.startswith(("LDS", "LDSM")) and counter < 6:
+            under_way[counter] = f"{text} is done"
+    return tuple(found)
 
 
 def _ptxas(ptx, arch, folder):

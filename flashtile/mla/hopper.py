@@ -50,6 +50,7 @@ rate is the most that this form can reach. Found on the way, on an H200 in singl
   chain (row_max sent ahead, the given product behind all scores) 293 and 1090 where that was 272 and 1006: then the 700 to 1000
   clocks until TMA has filled half a slot are in the way; with a barrier each 64 columns 281 and 1018, since four loads take the
   producer 490 clocks to ask for.
+  The own product before its probabilities are handed over 264 and 1002 where that was 256 and 986.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
