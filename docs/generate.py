@@ -144,8 +144,8 @@ def page_cost(record, name) -> str:
 
 
 def mla() -> str:
-    """MLA decode by each tier: which bound, how near, and FlashMLA in the same run where the record has it."""
-    return "\n\n".join(of_record(name)(mla_table)() for name in ("mla-hopper.json", "mla-portable.json"))
+    """MLA decode: the Hopper kernel, an earlier one with FlashMLA in the same run, and the portable one."""
+    return "\n\n".join(of_record(name)(mla_table)() for name in ("mla-hopper.json", "mla-flash-mla.json", "mla-portable.json"))
 
 
 def mla_table(record, name) -> str:
@@ -162,7 +162,8 @@ def mla_table(record, name) -> str:
         lines.append(line)
     header = ["batch", "query tokens", "tokens", "heads", "µs", "TFLOP/s", "TB/s", "bound by", "of that roof"]
     header += ["FlashMLA µs", "over FlashMLA"] if beside else []
-    caption = (f"MLA decode, {record['rows'][0]['tier']} tier, bf16 queries; tokens: in the cache, or the top-k of them. "
+    where = f"{record['rows'][0]['tier']} tier{', beside FlashMLA' if beside else ''}"
+    caption = (f"MLA decode, {where}, bf16 queries; tokens: in the cache, or the top-k of them. "
                f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
     return f"{caption}\n\n{markdown(header, lines)}"
 
