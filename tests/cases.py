@@ -260,6 +260,7 @@ CASES = [
     Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch"),
     # The last keys come first: maxima that grow from tile to tile by little, or by much
     Case("alibi_dim_256", 20, 200, head_dim=256, alibi="heads"),
+    Case("alibi_scale_negative", 40, 70, causal=True, alibi="heads", softmax_scale=-0.2),
     Case("large_scores_dim_256", 20, 200, heads=1, heads_kv=1, head_dim=256, magnitude=3.0),
     Case("alibi_softcap_window", 70, 40, batch=2, heads=4, heads_kv=2, window=(20, 20), softcap=5.0, alibi="heads"),
     Case("sinks", 65, 65, batch=2, sinks="fp32"),

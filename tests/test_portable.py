@@ -41,6 +41,13 @@ def test_more_sequences_than_a_grid_has_rows(monkeypatch, poisoned):
     checks.check_attention(named("varlen_cross_causal")[0], torch.float32)
 
 
+def test_scale_that_slopes_are_not_divided_by(poisoned):
+    """Logits have the scale as their unit, but for one that fp32 could not divide slopes by."""
+    (case,) = named("alibi")
+    for softmax_scale in (2.0**-45, 1e-39):
+        checks.check_attention(dataclasses.replace(case, softmax_scale=softmax_scale), torch.float32)
+
+
 def test_rows_may_lie_far_apart(poisoned):
     """Row strides from 2**22 on take 64-bit offsets inside a tile."""
     case = dataclasses.replace(named("causal_short_q")[0], heads=1, heads_kv=1)
