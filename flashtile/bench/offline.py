@@ -31,8 +31,10 @@ _LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
 _INSTRUCTION = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?) ?;\s+/\* 0x[0-9a-f]{16} \*/\s+/\* (0x[0-9a-f]{16}) \*/"
 )
-# What a barrier's address adds to registers
-_BARRIER = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)?\]")
+# A barrier of one partition's threads
+_PARTITION = re.compile(r"BAR\.SYNC\S* (0x[0-9a-f]+), 0x")
+# What an address in shared memory adds to registers
+_OFFSET = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)?\]")
 _RESOURCES = re.compile(r"Function (\w+):\s*\n?\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -222,26 +224,38 @@ def early_releases(code):
     """Loads from shared memory that may not be done when a barrier lets TMA fill their buffer again, each as text.
 
     A thread that tells a barrier that it has read a buffer may still have loads under way. What other threads write to shared
-    memory comes behind them; what TMA writes does not, and was there first in one kernel of this project. code: of
-    cuobjdump -sass, sm_90. Barriers that TMA waits for: those polled last before a UTMALDG. It follows no branches.
+    memory comes behind them; what TMA writes does not, and was there first in one kernel of this project.
+
+    code: of cuobjdump -sass, sm_90. Barriers that TMA waits for are those polled last before a UTMALDG; buffers that it does
+    not fill are those that another partition stores to. Branches are not followed.
     """
     instructions = [(address, text, int(word, 16) >> 41) for address, text, word in _INSTRUCTION.findall(code)]
     guards, polled = set(), None
     for _, text, _ in instructions:
         if text.startswith("SYNCS.PHASECHK"):
-            polled = _BARRIER.search(text)[1]
+            polled = _OFFSET.search(text)[1]
         elif text.startswith("UTMALDG") and polled:
             guards.add(polled)
+    # By the barrier that its threads use next
+    partitions, partition = [], None
+    for _, text, _ in reversed(instructions):
+        partition = match[1] if (match := _PARTITION.match(text)) else partition
+        partitions.append(partition)
+    partitions.reverse()
+    stores = {(_OFFSET.search(text)[1], partition)
+              for (_, text, _), partition in zip(instructions, partitions) if text.startswith("STS")}  # fmt: skip
     found, under_way = [], {}
-    for address, text, control in instructions:
+    for (address, text, control), partition in zip(instructions, partitions):
         for counter in range(6):
             if control >> 11 >> counter & 1:
                 under_way.pop(counter, None)
-        if text.startswith("SYNCS.ARRIVE.TRANS64.A1T0") and _BARRIER.search(text)[1] in guards:
+        if text.startswith("SYNCS.ARRIVE.TRANS64.A1T0") and _OFFSET.search(text)[1] in guards:
             found += [f"{address}: {text} before {load}" for load in under_way.values()]
         counter = control >> 5 & 7
-        if text.startswith(("LDS", "LDSM")) and counter < 6:
-            under_way[counter] = f"{text} is done"
+        if text.startswith("LDS") and counter < 6:
+            offset = _OFFSET.search(text)[1]
+            if not any(stored == offset and where != partition for stored, where in stores):
+                under_way[counter] = f"{text} is done"
     return tuple(found)
 
 

@@ -949,13 +949,16 @@ def _compute_dk(
             p = buffers.p.index(p_slot).load(layout)
             dp = warpgroup_mma_wait(0, deps=[dp_acc])
             dscores = _dscores(p, dp, neg_delta, dropout, layout)
+            if dropout.rng_state is None:
+                mbarrier.arrive(barriers.dout_free.index(slot), count=1)
             mbarrier.arrive(barriers.p_free.index(p_slot), count=1)
             mbarrier.wait(barriers.dscores_free.index(p_slot), _phase(step, P_STAGES) ^ 1)
             buffers.dscores[0].index(p_slot).store(dscores)
             fence_async_shared()
             mbarrier.arrive(barriers.dscores_ready.index(p_slot), count=1)
-            # Not before: under dropout neg_delta may still be on its way to registers, and TMA does not wait for that
-            mbarrier.arrive(barriers.dout_free.index(slot), count=1)
+            if dropout.rng_state is not None:
+                # Not before: neg_delta may still be on its way to registers, and TMA does not wait for that
+                mbarrier.arrive(barriers.dout_free.index(slot), count=1)
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
