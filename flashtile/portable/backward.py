@@ -76,13 +76,13 @@ def _p_and_dscores(raw_scores, dp, lse_log2, delta, kept, row_begin, col_begin, 
                    slope, dropout, MASKED: tl.constexpr):  # fmt: skip
     """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape.
 
-    rows, cols: from row_begin and col_begin. kept: mask of the weights that dropout leaves.
+    rows, cols: row_begin, col_begin and on. kept: mask of the weights that dropout leaves.
     """
     diagonal = row_begin + lengths.seqlen_k - lengths.seqlen_q - col_begin
-    logits = scores.logits(raw_scores, rows, cols, diagonal, slope, score_params)
+    logits = scores.logits(raw_scores, rows - row_begin, cols - col_begin, diagonal, slope, score_params)
     p = tl.exp2(logits * scores.scale_log2(score_params) - lse_log2)
     if MASKED:
-        p = tl.where(masks.visible(row_begin + rows, col_begin + cols, lengths, window), p, 0.0)
+        p = tl.where(masks.visible(rows, cols, lengths, window), p, 0.0)
     weights = p
     if dropout.rng_state is not None:
         weights = tl.where(kept, p, 0.0)
@@ -105,9 +105,10 @@ def _absorb_query_tile(
     kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
     if dropout.rng_state is not None:
         kept = kept.T
+    cols = col_begin + tl.arange(0, TILE_N)
     weights, dscores = _p_and_dscores(
-        dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin,
-        tl.arange(0, TILE_M)[None, :], tl.arange(0, TILE_N)[:, None], lengths, window, score_params, slope, dropout, MASKED,
+        dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin, rows[None, :],
+        cols[:, None], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
     dv = dot(weights.to(dout.dtype), dout, dv)
     dk = dot(dscores.to(q.dtype), q, dk)
@@ -166,13 +167,15 @@ def _absorb_key_tile(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq from one key tile."""
+    rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
+    cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
     _, dscores = _p_and_dscores(
-        dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin,
-        tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :], lengths, window, score_params, slope, dropout, MASKED,
+        dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin, rows[:, None],
+        cols[None, :], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
     return dot(dscores.to(k.dtype), k, dq)
 
