@@ -125,8 +125,8 @@ import torch
 import triton
 import triton.language as tl
 
+from flashtile.device import columns, masks, schedule, scores
 from flashtile.device import dropout as dropouts
-from flashtile.device import masks, schedule, scores
 from flashtile.device.compat import (
     TensorDescriptor,
     fence_async_shared,
@@ -148,7 +148,7 @@ from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
 from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
-from flashtile.hopper import arguments, columns
+from flashtile.hopper import arguments
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients
 from flashtile.problem import Operands

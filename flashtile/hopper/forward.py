@@ -27,8 +27,8 @@ memory, asked while the last loads of a tile are under way; it is 0 again when t
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
 Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, products leave them out: see
-columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not take:
-see `hopper.refuses`.
+device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
+take: see `hopper.refuses`.
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
@@ -150,8 +150,8 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttentio
 
 from typing import Any, NamedTuple
 
+from flashtile.device import columns, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
-from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.compat import (
     fence_async_shared,
     gl,
@@ -168,7 +168,6 @@ from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
-from flashtile.hopper import columns
 from flashtile.hopper.arguments import bind_forward
 
 # Query rows of a consumer: what one wgmma of 4 warps holds.

@@ -60,7 +60,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.device import softmax
+from flashtile.device import columns, softmax
 from flashtile.device.compat import (
     TensorDescriptor,
     allow_dependents,
@@ -75,7 +75,6 @@ from flashtile.device.compat import (
     warpgroup_mma_wait,
 )
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
-from flashtile.hopper import columns
 from flashtile.mla import cache, portable, schedule
 
 ROWS = gl.constexpr(64)
