@@ -479,6 +479,15 @@ def test_parts_of_a_row_merge_by_lse():
     torch.testing.assert_close(total, dq)
 
 
+def test_flags_may_be_numbers():
+    """As flash_attn's operators take them."""
+    q, k, v = tensors()
+    assert torch.equal(flashtile.flash_attn_func(q, k, v, causal=1), flashtile.flash_attn_func(q, k, v, causal=True))
+    assert torch.equal(flashtile.flash_attn_func(q, k, v, deterministic=0), flashtile.flash_attn_func(q, k, v))
+    with_cache = flashtile.flash_attn_with_kvcache
+    assert torch.equal(with_cache(q, k, v, causal=1), with_cache(q, k, v, causal=True))
+
+
 def test_window_size_may_be_a_tensor():
     q, k, v = tensors()
     expected = flashtile.flash_attn_func(q, k, v, window_size=(4, 3))

@@ -143,9 +143,9 @@ def flash_attn_with_kvcache(
         block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=_as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=rotary_interleaved,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=bool(causal),
         window=_window(window_size, capacity), softmax_scale=softmax_scale,
-        softcap=softcap, num_splits=num_splits, return_lse=return_softmax_lse,
+        softcap=softcap, num_splits=num_splits, return_lse=bool(return_softmax_lse),
     )  # fmt: skip
     return (*result, *_no_parts(q)) if return_softmax_lse else result
 
@@ -237,8 +237,8 @@ def _options(q, seqlen_k, softmax_scale, causal, qv, window_size, attention_chun
     _refuse_chunk(attention_chunk)
     if softmax_scale is None:
         softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
-    return dict(causal=causal, window=_window(window_size, seqlen_k), softmax_scale=softmax_scale, softcap=softcap,
-                dropout_p=0.0, deterministic=deterministic)  # fmt: skip
+    return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=softmax_scale, softcap=softcap,
+                dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
 
 
 def _with_qv(q, k, v, qv):

@@ -288,7 +288,7 @@ def dropped_scores(operands, problem):
     return result
 
 
-def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, softmax_scale, return_lse, **options):
+def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, softmax_scale, causal, return_lse, **options):
     """A call on a cache; one with a head dim that must be padded goes over a copy, and what it appends is copied back."""
     q, k_cache, v_cache, k, v = (None if x is None else x.detach() for x in (q, k_cache, v_cache, k, v))
     options["alibi_slopes"] = _detached(options["alibi_slopes"])
@@ -296,7 +296,7 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
     caches = _prepared(k_cache), _prepared(v_cache)
     result = api.attention_with_kvcache(
         _prepared(q), *caches, k=None if k is None else _prepared(k), v=None if v is None else _prepared(v),
-        window=_window(window_size, capacity), softmax_scale=scale, return_lse=return_lse, **options,
+        window=_window(window_size, capacity), softmax_scale=scale, causal=bool(causal), return_lse=bool(return_lse), **options,
     )  # fmt: skip
     if k is not None:
         for cache, used in zip((k_cache, v_cache), caches):
@@ -322,10 +322,10 @@ def _unless_all(side, seqlen_k):
 
 
 def _options(q, seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic=False):
-    """flash_attn's options in flashtile's words."""
+    """flash_attn's options in flashtile's words. Where these ask for a bool, flash_attn takes what has a truth value."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return dict(causal=causal, window=_window(window_size, seqlen_k), softmax_scale=scale, softcap=softcap,
-                dropout_p=dropout_p, deterministic=deterministic)  # fmt: skip
+    return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=scale, softcap=softcap,
+                dropout_p=dropout_p, deterministic=bool(deterministic))  # fmt: skip
 
 
 def _attend(operands, options, head_dim_v, return_attn_probs):
