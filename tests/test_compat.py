@@ -485,7 +485,7 @@ def test_flags_may_be_numbers():
     assert torch.equal(flashtile.flash_attn_func(q, k, v, causal=1), flashtile.flash_attn_func(q, k, v, causal=True))
     assert torch.equal(flashtile.flash_attn_func(q, k, v, deterministic=0), flashtile.flash_attn_func(q, k, v))
     with_cache = flashtile.flash_attn_with_kvcache
-    assert torch.equal(with_cache(q, k, v, causal=1), with_cache(q, k, v, causal=True))
+    assert torch.equal(with_cache(q, k, v, causal=1, rotary_interleaved=0), with_cache(q, k, v, causal=True))
 
 
 def test_window_size_may_be_a_tensor():

@@ -49,6 +49,14 @@ def test_positional_arguments_and_lse():
     check(got[1][..., 5:], lse[..., 5:])
 
 
+def test_flags_may_be_numbers():
+    q, k, v = tensors()
+    expected = fa3.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_func(q, k, v, causal=1, deterministic=0), expected)
+    expected = fa3.flash_attn_with_kvcache(q, k, v, causal=True)
+    assert torch.equal(fa3.flash_attn_with_kvcache(q, k, v, causal=1, rotary_interleaved=0), expected)
+
+
 def test_gradients():
     inputs = [x.requires_grad_() for x in tensors()]
     plain = [x.detach().requires_grad_() for x in inputs]

@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
         _contiguous(q), _contiguous(k_cache), _contiguous(v_cache), k=k, v=v, cache_seqlens=cache_seqlens,
         block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=_as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=bool(rotary_interleaved),
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=bool(causal),
         window=_window(window_size, capacity), softmax_scale=softmax_scale,
         softcap=softcap, num_splits=num_splits, return_lse=bool(return_softmax_lse),

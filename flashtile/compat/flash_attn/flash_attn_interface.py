@@ -163,7 +163,7 @@ def flash_attn_with_kvcache(
     return _with_cache(
         q, k_cache, v_cache, capacity, window_size, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        softmax_scale=softmax_scale, causal=causal, softcap=softcap, rotary_interleaved=rotary_interleaved,
+        softmax_scale=softmax_scale, causal=causal, softcap=softcap, rotary_interleaved=bool(rotary_interleaved),
         alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
     )  # fmt: skip
 
