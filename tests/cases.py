@@ -324,7 +324,7 @@ SHORT = [
          used=((11, 250), (10, 0), (0, 50), (16, 65), (2, 3))),
 ]  # fmt: skip
 
-# For a GPU: more programs than multiprocessors
+# For a GPU: four times as long, more tiles of keys than it has multiprocessors
 LARGE = [
     # neg_delta's place was handed back before all of it was in registers: in every third call some of dq and dk were wrong
     Case("varlen_dropout_dim_256", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6, heads_kv=6,

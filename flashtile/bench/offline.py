@@ -57,8 +57,8 @@ class CompiledReport:
     # Of the machine code, with sass=True: tensor core instructions by name, and loads and stores of local memory
     tensor_core: dict[str, int] = field(default_factory=dict)
     local_accesses: int | None = None
-    # of sm_90: loads from shared memory that may be under way while TMA writes there, see `early_releases`
-    early_releases: tuple[str, ...] = ()
+    # Too: loads from shared memory that may be under way while TMA writes there (sm_90), see `early_releases`
+    early_releases: tuple[str, ...] | None = None
     # Of a second ptxas run, with ptxas=True: its wall time, and what it warned of
     ptxas_s: float | None = None
     ptxas_warnings: tuple[str, ...] = ()

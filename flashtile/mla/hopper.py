@@ -493,7 +493,7 @@ def _wait_latent(ring, half, phase, pred=True):
 @gluon.jit
 def _start_own_half(ring, step):
     """Start q kᵀ of a tile of this partition: its own half of the dims, which comes first."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    layout: gl.constexpr = columns.layout_of(TILE)
     slot, phase = _slot(step)
     nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
     _wait_latent(ring, slot * 3, phase)
@@ -616,8 +616,8 @@ def _compute(
     LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second tile's scores, and the output columns from W * HALF on."""
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    score_layout: gl.constexpr = columns.layout_of(TILE)
+    acc_layout: gl.constexpr = columns.layout_of(HALF)
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
     begin, begin_tile, last, end_tile = part
     tokens = (gl.program_id(0) * ROWS + gl.arange(0, ROWS, row_layout)) // num_heads
