@@ -240,6 +240,9 @@ CASES = [
     Case("dim_192", 40, 65, heads=1, heads_kv=1, head_dim=192),
     Case("dim_256_causal", 40, 65, heads=1, heads_kv=1, head_dim=256, causal=True),
     Case("dim_192_128", 40, 65, head_dim=192, head_dim_v=128, causal=True),
+    Case("dim_192_128_deterministic", 70, 70, heads=4, heads_kv=2, head_dim=192, head_dim_v=128, causal=True,
+         deterministic=True),
+    Case("dim_128_192", 40, 65, heads=1, heads_kv=1, head_dim=128, head_dim_v=192, window=(30, 5)),
     Case("dim_32_256", 40, 65, heads=1, heads_kv=1, head_dim=32, head_dim_v=256),
     Case("dim_40_8", 65, 40, head_dim=40, head_dim_v=8, window=(30, 30)),
     Case("dim_224_32_sliced", 20, 97, heads=1, heads_kv=1, head_dim=224, head_dim_v=32, window=(39, None), layout="sliced"),
@@ -276,6 +279,8 @@ CASES = [
          dropout_p=0.1),
     Case("dropout_dim_128", 130, 200, heads=4, heads_kv=2, head_dim=128, causal=True, dropout_p=0.2),
     Case("dropout_dim_256", 70, 140, head_dim=256, head_dim_v=192, window=(60, 30), dropout_p=0.2),
+    Case("dropout_dim_160", 40, 65, heads=4, heads_kv=2, head_dim=160, window=(40, 10), softcap=5.0, alibi="heads",
+         sinks="fp32", dropout_p=0.1),
     Case("deterministic", 129, 129, heads=4, heads_kv=2, causal=True, deterministic=True),
     # Strides
     Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),
@@ -301,6 +306,8 @@ CASES = [
     Case("varlen_scores", lengths=_EMPTIES, heads=4, heads_kv=2, causal=True, softcap=5.0, alibi="batch", sinks="fp32",
          dlse=True),
     Case("varlen_dropout", lengths=_RAGGED_CROSS, used=((30, 61), (70, 10), (1, 65)), dropout_p=0.3),
+    Case("varlen_dim_192_128", lengths=((65, 70), (0, 40), (30, 0), (80, 61)), used=((60, 70), (0, 35), (30, 0), (80, 40)),
+         head_dim=192, head_dim_v=128, causal=True),
     Case("varlen_packed_qkv", lengths=_RAGGED, layout="packed_qkv", causal=True, head_dim=32),
     Case("varlen_heads_first", lengths=_RAGGED, layout="heads_first", deterministic=True),
     Case("varlen_deterministic", lengths=((65, 70), (0, 40), (30, 0), (0, 0), (80, 61)), heads=4, heads_kv=2, causal=True,
@@ -329,6 +336,8 @@ LARGE = [
     # neg_delta's place was handed back before all of it was in registers: in every third call some of dq and dk were wrong
     Case("varlen_dropout_dim_256", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6, heads_kv=6,
          head_dim=256, alibi="heads", dropout_p=0.17),
+    Case("varlen_dropout_dim_192_128", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6,
+         heads_kv=6, head_dim=192, head_dim_v=128, alibi="heads", dropout_p=0.17, deterministic=True),
 ]  # fmt: skip
 
 BY_NAME = {case.name: case for case in CASES + SHORT + LARGE}

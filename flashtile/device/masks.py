@@ -86,6 +86,18 @@ def visible(rows, cols, lengths, window):
 
 
 @triton.jit
+def in_window(rows, cols, lengths, window):
+    """`visible` for rows and columns of the sequence; window: not without bounds."""
+    shift = lengths.seqlen_k - lengths.seqlen_q
+    if window.left is None:
+        return cols <= rows + (shift + window.right)
+    elif window.right is None:
+        return cols >= rows + (shift - window.left)
+    else:
+        return (cols <= rows + (shift + window.right)) & (cols >= rows + (shift - window.left))
+
+
+@triton.jit
 def visible_keys(rows, cols, lengths, window, first_col=0):
     """Like `visible`, for rows past the length too, and with at most two comparisons an element; cols count from first_col.
 

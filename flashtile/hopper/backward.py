@@ -29,16 +29,17 @@ Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
 dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
 
-Partitions of 16 warps, BY_ROWS (head dims to 128: 128 keys), between them only barriers on buffers:
+Partitions of 16 warps, BY_ROWS (128 keys; head dims to 128, and larger ones with few columns, see backward_config.py), between
+them only barriers on buffers:
 
-    default   4 warps   dq: dscoresᵀ k for both halves, in pieces of 64 rows and columns
+    default   4 warps   dq: dscoresᵀ k for both halves, in pieces of 64 rows and columns; of tiles of 32 queries kᵀ dscores
     computes  4 warps   64 keys each: scores and dk of the last step under way together, exponentials under dk; then dp and dv
               twice     together, dscores under dv. p goes to dv from registers; dscores go to shared memory for dq and dk
     loads     1 warp    every TMA load; a tile of q and its neg_lse share a barrier, as do dout and neg_delta
     awaits    1 warp    in a fixed order: polls the counts, up to TURN_SLOTS steps ahead; a barrier tells dq that it may add
     counts    1 warp    in a fixed order: counts a step when it is in memory, while dq goes on
 
-and for larger head dims (64 keys), where one partition cannot hold dk and dv:
+and else (64 keys), where one partition cannot hold dk and dv:
 
     default   4 warps   dq
     weights   4 warps   scores, p, dv; gives p through shared memory to
@@ -51,8 +52,11 @@ and 54 us when L2 is warm, 72 us and as much when it is cold: at 512 tokens a qu
 us besides its steps of 2 to 2.4 us each.
 
 Limit (attention-counters.json, 8192 tokens): the shared-memory pipe, 79% busy at head dim 64 and 88% at 128 (tensor cores 63%,
-78%): a 64 x 128 step is 2560 tensor cycles. At 256 (72%, tensor cores 59%) two partitions wait for each other, 11 warps at each
-instruction, and for their tiles. Hence nothing is read twice that registers can hold.
+78%): a 64 x 128 step is 2560 tensor cycles. Hence nothing is read twice that registers can hold. At 256 (72%, tensor cores 59%)
+it is L2: a step of 64 x 64 reads 64 KB of q and dout there and adds 64 KB of dq, together 5.9 TB/s. An H200 adds 3.9 TB/s to L2
+and no more, one, two or four numbers at once, to one place or to many (one run, not recorded). Without three of the four pieces
+of dq, hence wrong, 16384 tokens take 7995 us for 11427, with half of them 8882. So what counts is the number of keys of a
+program, as many as dk and dv leave room for: 128 where these have 320 columns together, with tiles of 32 queries.
 
 What helped, as time before over time after in one run each (H200, torch 2.11, Triton 3.6; 16384 tokens, bf16, random data;
 do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
@@ -110,6 +114,24 @@ What did not help:
     walks from the last query in the free order: 0.99 to 1.04 at head dim 64, 0.97 to 1.02 at 128
     the bits of dropout held above the wait for the scores: 0.96 at 64, 0.99 and causal 0.93 at 128, 1.02 at 256
     in a fixed order 3 buffers of dscores: 0.96 to 1.01 at 64, 1.00 to 1.05 at 128, 0.94 to 1.05 at 256
+
+For head dims over 128 (8192 tokens of 16 heads of 192/128 unless others are named; measured the same way; before: 64 keys a
+tile):
+
+    128 keys and 32 queries at 192/128: 1.33, causal 1.18, 8 heads a group 0.99. Then what tells products where k and v lie made
+        in each step (`_anew`; 96 bytes of spills to 16): causal 1.27, 8 heads a group 1.20; full 0.91 to 0.98 of it without, so
+        not there. At 128: causal 1.04 to 1.06, 512 tokens 1.05, groups 1.05, dropout 1.20, softcap 1.08; full 0.98
+    stages of q, dout and dscores 4, 2, 2; with 4, 4, 3 and 5, 4, 2 0.97 to 1.03
+    128 keys and 64 queries: C7512 and 272 bytes of spills; without a partition of dq, whose work the two others do with 240
+        registers each: 0.82, causal 0.77
+    two programs side by side, 64 keys each, that give each other their dscores through memory (8 KB a step, which TMA stores
+        and loads; counts with release and acquire beside it), so that each adds half of the columns of dq, for both: 192/128
+        1.10, causal 1.09, 1024 tokens 0.97; 256 at 16384 tokens 1.08, causal 1.04, at 4096 1.09, causal 1.07. q and dout are
+        read as often as before
+    64 keys, scores of the next step started with dv and dp with dk, and up to 3 stages of q and dout, 2 of p: 0.96 to 1.00,
+        also without dq
+    walks that begin at different queries, so that no two programs add to one place: 192/128 1.00, 256 0.87 to 0.92, 128 1.00
+        to 1.04, 64 0.95 to 0.99
 
 What the tiles and partitions were chosen among is in backward_config.py.
 Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.
@@ -506,11 +528,17 @@ def _weights(raw_scores, row_smem, first_col, tile, head, walk, lengths, window,
         # exp(-lse) of a missing key may overflow, and inf * 0 in dq would be nan
         x = x + gl.where(cols < lengths.seqlen_k, 0.0, NEG_INF)[:, None]
     if window.left is not None or window.right is not None:
-        if (tile < walk.full_begin) | (tile >= walk.full_end):
+        if window.left is None:
+            is_partial = tile < walk.full_begin
+        elif window.right is None:
+            is_partial = tile >= walk.full_end
+        else:
+            is_partial = (tile < walk.full_begin) | (tile >= walk.full_end)
+        if is_partial:
             # again, since kept alive they cost registers
             rows = tile * TILE_M + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
             cols = first_col + gl.arange(0, HALF_N, gl.SliceLayout(1, layout))
-            x = gl.where(masks.visible(rows[None, :], cols[:, None], lengths, window), x, NEG_INF)
+            x = gl.where(masks.in_window(rows[None, :], cols[:, None], lengths, window), x, NEG_INF)
     p = gl.exp2(x)
     p_grad = scores.through_softcap(p, raw_scores, score_params, THREAD).to(dtype)
     p = p.to(dtype)
@@ -682,13 +710,17 @@ def _add_asm(count):
     return gl.constexpr(text), gl.constexpr(",".join(["=r"] * count + ["l"] * count + ["f"] * count))
 
 
-_ADD_ASM, _ADD_CONSTRAINTS = _add_asm(PIECE.value * PIECE.value // 128)
+# By the numbers of a thread
+_ADD_ASM = gl.constexpr({n: _add_asm(n)[0].value for n in (16, 32)})
+_ADD_CONSTRAINTS = gl.constexpr({n: _add_asm(n)[1].value for n in (16, 32)})
 
 
 @gluon.jit
 def _add_piece(dq_sum, piece):
     """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`."""
-    gl.inline_asm_elementwise(_ADD_ASM, _ADD_CONSTRAINTS, [dq_sum.to(gl.int64), piece], dtype=gl.int32, is_pure=False, pack=32)
+    COUNT: gl.constexpr = piece.shape[0] * piece.shape[1] // 128
+    gl.inline_asm_elementwise(_ADD_ASM[COUNT], _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32,
+                              is_pure=False, pack=COUNT)  # fmt: skip
 
 
 @gluon.jit
@@ -697,12 +729,14 @@ def _add_dq(
     TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns."""
+    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed."""
     HALVES: gl.constexpr = TILE_N // HALF_N
     PIECES_A_ROW: gl.constexpr = BLOCK_D // PIECE
     # Those of zeros alone are left out
     LIVE_PIECES: gl.constexpr = (LIVE_D + PIECE - 1) // PIECE
-    PIECES: gl.constexpr = TILE_M // PIECE * LIVE_PIECES
+    TRANSPOSED: gl.constexpr = TILE_M < PIECE
+    PIECES: gl.constexpr = (1 if TRANSPOSED else TILE_M // PIECE) * LIVE_PIECES
+    SIZE: gl.constexpr = PIECE * min(TILE_M, PIECE.value)
     slot = step % DSCORES_STAGES
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
     dq_tile = dq_sum + stats_row.to(gl.int64) * BLOCK_D
@@ -717,14 +751,17 @@ def _add_dq(
             dscores = buffers.dscores[half].index(slot)
             if TILE_M > PIECE:
                 dscores = dscores.slice(piece // LIVE_PIECES * PIECE, PIECE, dim=1)
-            dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
+            if TRANSPOSED:
+                dq_acc = warpgroup_mma(k.permute((1, 0)), dscores, dq_acc, use_acc=half > 0, is_async=True)
+            else:
+                dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
         if DETERMINISTIC and piece == 0:
             mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
         place = piece // LIVE_PIECES * PIECES_A_ROW + piece % LIVE_PIECES
-        _add_piece(dq_tile + place * PIECE * PIECE, dq)
+        _add_piece(dq_tile + place * SIZE, dq)
         if piece < PIECES - 1:
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
@@ -738,8 +775,9 @@ def _reduce_dq(
     TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
     DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = columns.layout_of(PIECE)
-    zeros = gl.zeros([PIECE, PIECE], gl.float32, layout)
+    COLUMNS: gl.constexpr = min(TILE_M, PIECE.value)
+    layout: gl.constexpr = columns.layout_of(COLUMNS)
+    zeros = gl.zeros([PIECE, COLUMNS], gl.float32, layout)
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -782,6 +820,18 @@ def _second_half(
 
 
 @gluon.jit
+def _anew(half, step, ANEW: gl.constexpr):
+    """half; with ANEW made of the step, which says ptxas that its tile may be another in each.
+
+    Else it keeps what tells products where tiles of k and v lie from step to step, two registers for 16 columns.
+    """
+    if ANEW:
+        return half + gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [step], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        return half
+
+
+@gluon.jit
 def _compute_rows(
     dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
@@ -793,19 +843,25 @@ def _compute_rows(
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
     k = buffers.k.index(HALF).reshape([HALF_N, BLOCK_D])
     v = buffers.v.index(HALF).reshape([HALF_N, BLOCK_DV])
+    # Where masks, scores, heads or the order of steps need registers too
+    ANEW: gl.constexpr = (
+        DETERMINISTIC or GROUP_SIZE > 1 or window.left is not None or window.right is not None
+        or score_params.softcap is not None or score_params.alibi_slopes is not None or dropout.rng_state is not None
+    )  # fmt: skip
     stream = dropouts.load_stream(dropout, num_heads)
     # dk, and dv if there is room, leave through the slots of dscores
     ROOM: gl.constexpr = DSCORES_STAGES * TILE_M // BLOCK_D
     DV_FITS: gl.constexpr = BLOCK_D == BLOCK_DV and ROOM > 1
-    out_smem = buffers.dscores[HALF]._reinterpret(k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
+    if ROOM > 0:
+        out_smem = buffers.dscores[HALF]._reinterpret(k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.steps > 0:
         first_col = walk.col_begin + HALF * HALF_N
         tile, head = at_step(walk, 0, GROUP_SIZE, DETERMINISTIC)
-        dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D)
-        dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV)
+        dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D, WIDEST)
+        dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV, WIDEST)
         slot = first % Q_STAGES
         mbarrier.wait(barriers.q_ready.index(slot), _phase(first, Q_STAGES))
         neg_lse = buffers.neg_lse.index(slot)
@@ -831,6 +887,7 @@ def _compute_rows(
             neg_lse = buffers.neg_lse.index(slot)
             start = _start_scores(neg_lse, zeros, score_params, layout)
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
+            k = buffers.k.index(_anew(HALF, step, ANEW)).reshape([HALF_N, BLOCK_D])
             scores_acc = columns.contract(k, q, start, LIVE_D)
             last_q = buffers.q.index(last_slot).reshape([TILE_M, BLOCK_D])
             last_dscores = buffers.dscores[HALF].index((step - 1) % DSCORES_STAGES)
@@ -842,6 +899,7 @@ def _compute_rows(
             p, p_grad = _pinned(p, p_grad, score_params, dropout)
             dk = columns.wait(dk_acc)
             mbarrier.arrive(barriers.q_free.index(last_slot), count=1)
+            v = buffers.v.index(_anew(HALF, step, ANEW)).reshape([HALF_N, BLOCK_DV])
             dv = _second_half(p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout, BLOCK_DV, LIVE_DV,
                               TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         first += walk.steps
@@ -862,11 +920,18 @@ def _compute_rows(
         mbarrier.wait(barriers.dscores_free.index(last % DSCORES_STAGES), _phase(last, DSCORES_STAGES))
         if DV_FITS:
             _store_keys(dv_desc, out_smem.index(1), dv, walk, lengths, first_col, BLOCK_DV, PACKED)
-        _store_keys(dk_desc, out_smem.index(0), dk, walk, lengths, first_col, BLOCK_D, PACKED)
+        if ROOM > 0:
+            _store_keys(dk_desc, out_smem.index(0), dk, walk, lengths, first_col, BLOCK_D, PACKED)
+        else:
+            # and its half of the keys
+            _store_keys(dk_desc, buffers.k.index(HALF), dk, walk, lengths, first_col, BLOCK_D, PACKED)
         if not DV_FITS:
             # dv has left the buffer of v; dk is still under way
             tma_store_wait(1)
             mbarrier.arrive(barriers.v_free.index(0), count=1)
+        if ROOM == 0:
+            tma_store_wait(0)
+            mbarrier.arrive(barriers.k_free.index(0), count=1)
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     tma_store_wait(0)
 
@@ -1041,11 +1106,16 @@ def attention_backward(
         counted = None
     if BY_ROWS:
         v_free = _barriers(1, 2)
+        # dk leaves through the buffers of dscores, or if they are too small of k
+        if DSCORES_STAGES * TILE_M >= BLOCK_D:
+            k_free = k_done
+        else:
+            k_free = _barriers(1, 2)
         other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
                           None, walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
-                            k_done, None, k_done, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
+                            k_done, None, k_free, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
                           LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
@@ -1142,8 +1212,9 @@ def backward_rows(
     lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
-    if program < num_counters:
-        tl.store(counters + program, 0)
+    for begin in range(program * CLEARED, num_counters, tl.num_programs(0) * CLEARED):
+        places = begin + tl.arange(0, CLEARED)
+        tl.store(counters + places, tl.zeros((CLEARED,), tl.int32), mask=places < num_counters)
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
     sequence, head, lengths, row_begin = at.sequence, at.head, at.lengths, at.row_begin
     padded = at.padded_begin + tl.arange(0, TILE_M)
@@ -1170,9 +1241,14 @@ def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
     In a piece lie 8 columns of all rows, and in these 16 rows of a warp, their numbers in the order of a wgmma's accumulators.
     """
-    # row and column of the piece, 8 columns, warp, row of 8, pair of columns, first or second 8 rows, column of the pair
-    x = tl.reshape(x, (ROWS // PIECE, BLOCK_D // PIECE, PIECE // 8, 4, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(x, (0, 3, 6, 4, 1, 2, 5, 7)), (ROWS, BLOCK_D))
+    if ROWS < PIECE:
+        # column of the piece, 8 rows, warp, column of 8, pair of rows, first or second 8 columns, row of the pair
+        x = tl.reshape(x, (BLOCK_D // PIECE, ROWS // 8, 4, 8, 4, 2, 2))
+        return tl.reshape(tl.permute(x, (1, 4, 6, 0, 2, 5, 3)), (ROWS, BLOCK_D))
+    else:
+        # row and column of the piece, 8 columns, warp, row of 8, pair of columns, first or second 8 rows, column of the pair
+        x = tl.reshape(x, (ROWS // PIECE, BLOCK_D // PIECE, PIECE // 8, 4, 8, 4, 2, 2))
+        return tl.reshape(tl.permute(x, (0, 3, 6, 4, 1, 2, 5, 7)), (ROWS, BLOCK_D))
 
 
 @triton.jit(do_not_specialize=["scale", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
@@ -1193,8 +1269,9 @@ def backward_convert(
 # ---- launch ----
 
 
-# Rows of a program of backward_rows
+# Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
+CLEARED = tl.constexpr(128)
 
 
 class Call(NamedTuple):
@@ -1301,17 +1378,16 @@ def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
     table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
-    sizes = rows * padded_dim(problem.head_dim, 2), rows, rows, num_counters(problem), table
+    sizes = rows * padded_dim(problem.head_dim, 2), rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
     return [triton.cdiv(size, 64) * 64 for size in sizes]
 
 
-def num_counters(problem):
-    """A counter a program of backward_rows, which clears it, is more than one a tile of dq, and two; and than one a key-value
-    head, and one: it has four programs a head or more."""
-    if not problem.deterministic:
-        return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
-    return padded_rows(problem) // ROW_TILE * total_heads(problem)
+def num_counters(problem, config):
+    """See `attention_backward`."""
+    if problem.deterministic:
+        return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
+    return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
 
 
 def max_key_tiles(problem, config):
@@ -1340,7 +1416,7 @@ def launch_rows(problem, config, call, launch=launch_now):
     kernel_arguments = (
         rows_of(call.out), rows_of(call.dout), None if call.dlse is None else rows_of(call.dlse, lse=True),
         rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]),
-        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem),
+        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem, config),
         -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
     constexprs = {
@@ -1388,11 +1464,12 @@ def launch_main(problem, config, call, launch):
 
 
 def launch_convert(problem, config, call, launch):
-    num_tiles = padded_rows(problem) // PIECE.value
+    rows = min(config.tile_m, PIECE.value)
+    num_tiles = padded_rows(problem) // rows
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (call.dq_sum, rows_of(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]),
                         problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
-    constexprs = {"TILE_M": PIECE.value, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
+    constexprs = {"TILE_M": rows, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashtile.tiles import TileConfig, padded_dim
+from flashtile.tiles import TileConfig, live_columns, padded_dim
 
 # Scores start from -lse / scale (see backward.py): a scale near 0 would overflow there.
 SMALLEST_SCALE = 2.0**-40
@@ -37,6 +37,9 @@ CONFIGS = {
     128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
+# For larger head dims with at most 320 columns of dk and dv, as 192/128: those of 128 keys fit in registers beside scores of 32
+# queries. A tile of 64 keys reads and adds to twice as many bytes in L2, whose rate is the limit there (see backward.py).
+FLAT = BackwardConfig(32, 128, 16, 4, dout_stages=2, registers=216)
 
 
 def refuses(problem, device) -> str | None:
@@ -64,7 +67,10 @@ def _padded_rows(problem):
 
 
 def configs(problem, device) -> dict:
-    config = CONFIGS[max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2))]
+    blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
+    config = CONFIGS[max(blocks)]
+    if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
+        config = FLAT if min(blocks) < 256 else replace(FLAT, num_stages=3)
     if problem.deterministic:
         # A third takes 0.99 to 1.05 of the time of two where the order is fixed (one run, not recorded).
         config = replace(config, dscores_stages=min(config.dscores_stages, 2))
