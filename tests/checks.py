@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from flashtile import outputs
 from flashtile.reference import naive
 
 # An fp32 kernel differs from the yardstick in the order of its sums and in exp2 against exp; a rounding dtype hides that.
@@ -234,5 +235,6 @@ def poisoned_memory():
         mock.patch.object(torch, "empty_strided", poisoned(torch.empty_strided)),
         mock.patch.object(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty)),
         mock.patch.object(torch.Tensor, "new_empty_strided", poisoned(torch.Tensor.new_empty_strided)),
+        mock.patch.object(outputs, "empty_on_gpu", outputs.empty_on_gpu and poisoned(outputs.empty_on_gpu)),
     ):
         yield
