@@ -108,6 +108,8 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   1024 keys 155, 158, 169). A program that asks early takes a tile that another would begin before: a simulation of the order
   alone says 4% and 3%.
 - head dim 192/128 with a row's sums in parts and acc rescaled in each step: causal 995 to 1017 us, full 1901 to 1878.
+- head dim 96 with 3 consumers of 64 keys against 2 of 128 (us, 4 x 4096 tokens of 16 heads): 792 and 732, causal 449 and 412;
+  with accumulators of 64 and 32 columns 795, 436.
 - head dim 64 causal with 4 consumers of 64 keys against 3 of 128: 439 / 368 at 2048 keys, 466 / 415 at 4096; 2 consumers of
   128 keys are slower than 4 at 512 and 1024 keys (209 / 267, 312 / 364 causal).
 - without turns: at head dim 128 equal (8192 keys 669 and 673, causal 636 and 638); with half of the queries in registers at
