@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from flashtile import settings
+from flashtile import hardware, settings
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -150,21 +150,28 @@ def test_padded_sequences_do_not_meet():
     assert all(end <= start for end, start in zip(ends, [*out.tolist()[1:], -(-last // multiple) * multiple]))
 
 
-def as_added(x):
-    """Rows of dq in the order of memory in which the threads of a partition add them: by the accumulators of a wgmma."""
-    thread, number = torch.arange(128)[:, None], torch.arange(32)
+def as_added(x, tile_m):
+    """Rows of dq in the order of memory in which the threads of a partition add them: by the accumulators of a wgmma.
+
+    Pieces of 64 rows and 64 columns, or of tiles of 32 queries transposed, of 64 columns and 32 rows.
+    """
+    size = min(tile_m, 64)
+    thread, number = torch.arange(128)[:, None], torch.arange(size // 2)
     row = thread // 32 * 16 + number // 2 % 2 * 8 + thread % 32 // 4
     col = number // 4 * 8 + thread % 4 * 2 + number % 2
+    if size < 64:
+        row, col = col, row
     # four numbers of each thread, then the next four
     place = number // 4 * 512 + thread * 4 + number % 4
-    memory = torch.empty(x.shape[0] // 64, x.shape[1] // 64, 64 * 64)
-    memory[:, :, place] = x.view(x.shape[0] // 64, 64, -1, 64).transpose(1, 2)[:, :, row, col]
+    memory = torch.empty(x.shape[0] // size, x.shape[1] // 64, size * 64)
+    memory[:, :, place] = x.view(x.shape[0] // size, size, -1, 64).transpose(1, 2)[:, :, row, col]
     return memory.flatten()
 
 
+@pytest.mark.parametrize("tile_m", [32, 64])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 256])
-def test_dq_comes_out_of_pieces(head_dim, packed):
+def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
     """What is added in the order of registers is put in rows: batched, and packed with an empty sequence."""
     heads, lengths = 2, [100, 0, 130] if packed else [100, 100]
     block_d = triton.next_power_of_2(head_dim)
@@ -181,13 +188,39 @@ def test_dq_comes_out_of_pieces(head_dim, packed):
         sums[0 if packed else i, :, begin : begin + length, :head_dim] = expected[start : start + length].transpose(0, 1) / 2
     dq = torch.zeros(expected.shape if packed else (len(lengths), lengths[0], heads, head_dim))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
-    num_tiles = padded_rows // 64
-    dq_sum, packing = torch.cat([as_added(x) for x in sums.flatten(0, 1)]), Packing(cu_seqlens, cu_seqlens, None, None)
+    num_tiles = padded_rows // tile_m
+    dq_sum, packing = torch.cat([as_added(x, tile_m) for x in sums.flatten(0, 1)]), Packing(cu_seqlens, cu_seqlens, None, None)
     backward.backward_convert[(num_tiles * heads * sums.shape[0],)](
-        dq_sum, rows_of(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=64,
+        dq_sum, rows_of(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=tile_m,
         HEAD_DIM=head_dim, BLOCK_D=block_d,
     )  # fmt: skip
     torch.testing.assert_close(dq.view(expected.shape), expected)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_counters_are_cleared_and_nothing_else(deterministic):
+    """Also two more than tiles of 32 queries, and those of more key-value heads than a program clears."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem, Operands
+
+    batch, seqlen, heads, heads_kv, dim, dim_v = 5, 33, 64, 32, 160, 16
+    problem = AttentionProblem(
+        batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
+        dtype=torch.float32, softmax_scale=1.0, deterministic=deterministic,
+    )  # fmt: skip
+    config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+    assert config.tile_m == 32
+    count, rows = backward.num_counters(problem, config), backward.padded_rows(problem) * batch * heads
+    assert count > backward.CLEARED.value
+    counters = torch.ones(count + 300, dtype=torch.int32)
+    out, lse = torch.randn(batch, seqlen, heads, dim_v), torch.randn(problem.lse_shape)
+    empty = [None] * (len(backward.Call._fields) - 1)
+    call = backward.Call(Operands(out, out, out), *empty)._replace(
+        out=out, dout=out, lse=lse, neg_lse=torch.empty(rows), neg_delta=torch.empty(rows), dq_sum=torch.empty(rows * 256),
+        counters=counters,
+    )  # fmt: skip
+    backward.launch_rows(problem, config, call)
+    assert not counters[:count].any() and counters[count:].all()
 
 
 def test_what_tma_cannot_read_is_copied():

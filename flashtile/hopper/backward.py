@@ -1212,8 +1212,8 @@ def backward_rows(
     lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
-    for begin in range(program * CLEARED, num_counters, tl.num_programs(0) * CLEARED):
-        places = begin + tl.arange(0, CLEARED)
+    if program <= num_counters // CLEARED:
+        places = program * CLEARED + tl.arange(0, CLEARED)
         tl.store(counters + places, tl.zeros((CLEARED,), tl.int32), mask=places < num_counters)
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
     sequence, head, lengths, row_begin = at.sequence, at.head, at.lengths, at.row_begin
@@ -1384,7 +1384,7 @@ def workspace_sizes(problem, config):
 
 
 def num_counters(problem, config):
-    """See `attention_backward`."""
+    """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
     if problem.deterministic:
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
     return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
