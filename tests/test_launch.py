@@ -61,7 +61,7 @@ def test_launches_exchange_addresses_alone(launched_again):
     launches = Launches(partial(start, kernel))
     for repeat in range(3):
         x, workspace = torch.zeros(4), torch.zeros(8)
-        launches(x, None, workspace)
+        launches.run(x, None, workspace)
         assert (len(kernel.launches), len(launched_again)) == ((repeat + 1, 0) if repeat < 2 else (2, 1))
     grid, (group, _), named = kernel.launches[0]
     assert (grid, group.stride, named) == ((3,), 7, {"DIM": 64, "TILE": 16, "num_warps": 4})
@@ -100,7 +100,7 @@ def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
     launches = Launches(start)
     for _ in range(3):
         x, workspace = torch.zeros(32, 64), torch.zeros(8)
-        launches(x, workspace)
+        launches.run(x, workspace)
     first = TensorDescriptor(x, list(x.shape), list(x.stride()), [16, 16]) if with_descriptor else x.data_ptr()
     run(3, 1, 1, 7, 5, (4, 1, 0), None, None, None, (workspace.data_ptr() + 16, None, 16), first, 16, 64)
     # the last may be a tuple or a list of arguments
@@ -111,16 +111,16 @@ def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
 def test_a_view_of_no_argument_is_a_mistake(launched_again):
     kernel = Kernel(Compiled(function=1))
     launches = Launches(lambda launch, x: start(kernel, launch, x, None, x.new_zeros(8)))
-    launches(torch.zeros(4))
+    launches.run(torch.zeros(4))
     with pytest.raises(ValueError):
-        launches(torch.zeros(4))
+        launches.run(torch.zeros(4))
 
 
 def test_nothing_is_launched_again_without_a_gpu(launched_again):
     kernel = Kernel(Compiled())
     launches = Launches(partial(start, kernel))
     for _ in range(4):
-        launches(torch.zeros(4), None, torch.zeros(8))
+        launches.run(torch.zeros(4), None, torch.zeros(8))
     assert len(kernel.launches) == 4 and not launched_again
 
 
@@ -130,7 +130,7 @@ def test_a_call_that_launches_nothing_needs_no_gpu(monkeypatch):
     monkeypatch.setattr(launcher, "driver", None)
     launches = Launches(lambda launch, x: None)
     for _ in range(4):
-        launches(torch.zeros(0))
+        launches.run(torch.zeros(0))
 
 
 def test_hooks_on_launches_see_them(launched_again):
@@ -140,14 +140,14 @@ def test_hooks_on_launches_see_them(launched_again):
     kernel = Kernel(Compiled(function=1))
     launches = Launches(partial(start, kernel))
     for _ in range(3):
-        launches(torch.zeros(4), None, torch.zeros(8))
+        launches.run(torch.zeros(4), None, torch.zeros(8))
 
     def hook(metadata):
         pass
 
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        launches(torch.zeros(4), None, torch.zeros(8))
+        launches.run(torch.zeros(4), None, torch.zeros(8))
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert (len(kernel.launches), len(launched_again)) == (3, 1)

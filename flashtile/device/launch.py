@@ -17,17 +17,11 @@ class Launches:
     views of those that share memory with no other. Nothing else in them may change from call to call. No tensor is kept.
     """
 
-    __slots__ = ("again", "seen", "start")
+    __slots__ = ("run", "seen", "start")
 
     def __init__(self, start):
-        self.start, self.seen, self.again = start, False, None
-
-    def __call__(self, *tensors):
-        """tensors: of the call, in one order, None where one is off."""
-        if self.again is None:
-            self.through_triton(*tensors)
-        else:
-            self.again(*tensors)
+        # run(*tensors): of the call, in one order, None where one is off. Another function later, so not to be kept.
+        self.start, self.seen, self.run = start, False, self.through_triton
 
     def through_triton(self, *tensors):
         # Objects of their own: what is one tensor in two places now may be two in the next call.
@@ -41,8 +35,8 @@ class Launches:
         self.start(launch, *tensors)
         on_gpu = launched and all(getattr(compiled, "function", None) for compiled, *_ in launched)
         # To make the function takes far longer than a call, too long where every call is of another kind.
-        if self.seen and self.again is None and on_gpu:
-            self.again = _again(launched, tensors, self.through_triton)
+        if self.seen and self.run == self.through_triton and on_gpu:
+            self.run = _again(launched, tensors, self.through_triton) or self.run
         self.seen = True
 
 

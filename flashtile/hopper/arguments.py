@@ -78,7 +78,7 @@ def bind_forward(kernel, problem, config):
         if is_empty:
             return _without_keys(out, lse, operands.sinks)
         table = out.new_empty(table_size, dtype=torch.int32) if table_size else None
-        launches(*operands, out, lse, table, counters.zeros(lse, 2))
+        launches.run(*operands, out, lse, table, counters.zeros(lse, 2))
         return out, lse
 
     return call

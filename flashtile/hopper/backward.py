@@ -1321,7 +1321,7 @@ def bind(problem, configs):
         dq, dk, dv = allocate(q, k, v)
         tensors = *operands, out, lse, dout, dlse, dq, dk, dv, new_workspace(q)
         if q.numel() and k.numel():
-            launches(*tensors)
+            launches.run(*tensors)
         else:
             _without_pairs(problem, config, tensors)
         dsinks = None

@@ -367,8 +367,8 @@ class Call:
             table = self.new_table(q) if self.makes_table else operands.schedule
             if self.copies_q:
                 q = q.clone(memory_format=torch.contiguous_format)
-            self.launches(q, *self.parts_of(operands.kv_cache), lengths, entries, operands.sinks, table, out, lse,
-                          self.new_partial(q) if self.partial_rows else None)  # fmt: skip
+            self.launches.run(q, *self.parts_of(operands.kv_cache), lengths, entries, operands.sinks, table, out, lse,
+                              self.new_partial(q) if self.partial_rows else None)  # fmt: skip
         return out, lse.transpose(1, 2)
 
     def start(self, launch, *tensors):

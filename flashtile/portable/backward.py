@@ -232,7 +232,7 @@ def bind(problem, configs):
     def call(operands, out, lse, dout, dlse):
         dq, dk, dv = allocate(*operands[:3])
         delta = _allocate_like(lse, problem)
-        launches(*operands, out, lse, dout, dlse, delta, dq, dk, dv)
+        launches.run(*operands, out, lse, dout, dlse, delta, dq, dk, dv)
         return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
 
     return call

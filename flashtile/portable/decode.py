@@ -610,7 +610,7 @@ class Call:
                 lse.fill_(float("-inf"))
         q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
         partial = self.new_partial(q) if self.partial_rows else None
-        self.launches(*operands, out, lse, q_rotated, partial)
+        self.launches.run(*operands, out, lse, q_rotated, partial)
         return out, lse
 
     def start(self, launch, *tensors):

@@ -127,7 +127,7 @@ def bind(problem, config):
     def call(operands):
         out, lse = allocate(operands.q)
         if not is_empty:
-            launches(*operands, out, lse)
+            launches.run(*operands, out, lse)
         return out, lse
 
     return call
