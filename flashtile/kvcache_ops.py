@@ -92,11 +92,11 @@ def attention_with_kvcache(tensors, options):
 
     A repeated call makes neither of them: that alone would be a tenth of its time.
     """
-    call = _known(tensors, options) if nobody_observes() else None
-    if call is None and isinstance(tensors[_LENGTHS], (int, torch.SymInt)):
+    if isinstance(tensors[_LENGTHS], (int, torch.SymInt)):
         operands = CacheOperands(*tensors)
         check_cache_arguments(operands, CacheOptions.of_call(*options))
-        return attention_with_kvcache(operands._replace(cache_seqlens=_lengths(operands)), options)
+        tensors = operands._replace(cache_seqlens=_lengths(operands))
+    call = _known(tensors, options) if nobody_observes() else None
     if call is None or torch.is_grad_enabled() and _differentiable(tensors):
         out, lse = _checked(CacheOperands(*tensors), options)
     else:

@@ -6,7 +6,7 @@ from threading import get_ident
 import torch
 
 try:
-    # What compiled models take memory with, for half of the host time; not of torch's public interface
+    # What compiled models take memory with: half of the host time, by a stopwatch on a CPU; not of torch's public interface
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_on_gpu
 except ImportError:
     empty_on_gpu = None

@@ -18,8 +18,8 @@ import torch
 
 HERE = Path(__file__).parent
 # Bytes of a thread's local memory. Plain calls keep the numbers of their tile of keys there, outside of the loop over queries;
-# causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (112, but
-# 360 with Triton 3.8 at head dim 64; 304 where p is rare).
+# causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (48, but
+# 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
           "grouped": 64}  # fmt: skip
 OPTIONS = {

@@ -53,7 +53,7 @@ us besides its steps of 2 to 2.4 us each.
 
 Limit (attention-counters.json, 8192 tokens): the shared-memory pipe, 79% busy at head dim 64 and 88% at 128 (tensor cores 63%,
 78%): a 64 x 128 step is 2560 tensor cycles. Hence nothing is read twice that registers can hold. At 256 (72%, tensor cores 59%)
-it is L2: a step of 64 x 64 reads 64 KB of q and dout there and adds 64 KB of dq, together 5.9 TB/s. An H200 adds 3.9 TB/s to L2
+it is L2: a step of 64 x 64 reads 64 KB of q and dout there and adds 64 KB of dq, together 6.0 TB/s. An H200 adds 3.9 TB/s to L2
 and no more, one, two or four numbers at once, to one place or to many (one run, not recorded). Without three of the four pieces
 of dq, hence wrong, 16384 tokens take 7995 us for 11427, with half of them 8882. So what counts is the number of keys of a
 program, as many as dk and dv leave room for: 128 where these have 320 columns together, with tiles of 32 queries.
@@ -706,13 +706,16 @@ def _add_asm(count):
     for i in range(0, count, 4):
         numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
         text += f"red.relaxed.gpu.global.add.v4.f32 [a + {512 * i}], {{{numbers}}}; "
-    text += "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
-    return gl.constexpr(text), gl.constexpr(",".join(["=r"] * count + ["l"] * count + ["f"] * count))
+    return text + "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
+
+
+def _add_constraints(count):
+    return ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
 
 
 # By the numbers of a thread
-_ADD_ASM = gl.constexpr({n: _add_asm(n)[0].value for n in (16, 32)})
-_ADD_CONSTRAINTS = gl.constexpr({n: _add_asm(n)[1].value for n in (16, 32)})
+_ADD_ASM = gl.constexpr({n: _add_asm(n) for n in (16, 32)})
+_ADD_CONSTRAINTS = gl.constexpr({n: _add_constraints(n) for n in (16, 32)})
 
 
 @gluon.jit
@@ -735,7 +738,7 @@ def _add_dq(
     # Those of zeros alone are left out
     LIVE_PIECES: gl.constexpr = (LIVE_D + PIECE - 1) // PIECE
     TRANSPOSED: gl.constexpr = TILE_M < PIECE
-    PIECES: gl.constexpr = (1 if TRANSPOSED else TILE_M // PIECE) * LIVE_PIECES
+    PIECES: gl.constexpr = max(TILE_M // PIECE, 1) * LIVE_PIECES
     SIZE: gl.constexpr = PIECE * min(TILE_M, PIECE.value)
     slot = step % DSCORES_STAGES
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
@@ -796,6 +799,12 @@ def _reduce_dq(
 # ---- split by rows: each of two partitions has 64 keys and does everything but dq ----
 
 
+@gluon.constexpr_function
+def _room_for_dk(dscores_stages, tile_m, block_d):
+    """Tiles of dk of a partition that its buffers of dscores hold."""
+    return dscores_stages * tile_m // block_d
+
+
 @gluon.jit
 def _second_half(
     p, p_grad, v, dv, dropout, buffers, barriers, step, zeros, layout: gl.constexpr,
@@ -850,7 +859,7 @@ def _compute_rows(
     )  # fmt: skip
     stream = dropouts.load_stream(dropout, num_heads)
     # dk, and dv if there is room, leave through the slots of dscores
-    ROOM: gl.constexpr = DSCORES_STAGES * TILE_M // BLOCK_D
+    ROOM: gl.constexpr = _room_for_dk(DSCORES_STAGES, TILE_M, BLOCK_D)
     DV_FITS: gl.constexpr = BLOCK_D == BLOCK_DV and ROOM > 1
     if ROOM > 0:
         out_smem = buffers.dscores[HALF]._reinterpret(k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
@@ -1107,7 +1116,7 @@ def attention_backward(
     if BY_ROWS:
         v_free = _barriers(1, 2)
         # dk leaves through the buffers of dscores, or if they are too small of k
-        if DSCORES_STAGES * TILE_M >= BLOCK_D:
+        if _room_for_dk(DSCORES_STAGES, TILE_M, BLOCK_D) > 0:
             k_free = k_done
         else:
             k_free = _barriers(1, 2)
@@ -1240,6 +1249,7 @@ def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """(ROWS, BLOCK_D) from numbers as they lie in dq_sum: pieces of PIECE rows and columns, as `_add_piece` adds them.
 
     In a piece lie 8 columns of all rows, and in these 16 rows of a warp, their numbers in the order of a wgmma's accumulators.
+    Pieces of fewer rows are transposed.
     """
     if ROWS < PIECE:
         # column of the piece, 8 rows, warp, column of 8, pair of rows, first or second 8 columns, row of the pair
