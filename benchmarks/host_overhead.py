@@ -55,19 +55,23 @@ def tiers(names):
 def bare(function):
     """The launches of a call of ours, with the tensors of one call."""
     kept = []
+    run = Launches.run
 
-    def launch(self, *tensors):
-        kept.append((self.again, tensors))
-        through(self, *tensors)
+    def keeping(self):
+        def launch(*tensors):
+            kept.append((run.__get__(self), tensors))
+            kept[-1][0](*tensors)
+
+        return launch
 
     for _ in range(3):
         function()
-    through, Launches.__call__ = Launches.__call__, launch
+    Launches.run = property(keeping)
     try:
         function()
     finally:
-        Launches.__call__ = through
-    assert kept and all(again for again, _ in kept)
+        Launches.run = run
+    assert kept and not any(again.__name__ == "through_triton" for again, _ in kept)
 
     def launches():
         for again, tensors in kept:

@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
-    from flashtile.device import masks
+    from flashtile.device import masks, schedule
     from flashtile.device.lengths import Lengths, Packing
     from flashtile.device.tensors import rows_of
     from flashtile.hopper import backward
@@ -34,12 +34,12 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(of_queries + 2 * m_tile + 1, tiles.end)
 
     @triton.jit
-    def _turns(out, num_n, num_m, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    def _turns(out, num_n, num_m, goes_up, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
         lengths = Lengths(0, 0, seqlen_q, seqlen_k)
         for n_tile in range(num_n):
             tiles = backward.walked_tiles(n_tile * TILE_N, lengths, window, TILE_M, TILE_N)
             for m_tile in range(tiles.begin, tiles.end):
-                seen, rank = backward.turn_of(n_tile, m_tile, lengths, window, TILE_M, TILE_N)
+                seen, rank = backward.turn_of(n_tile, m_tile, goes_up > 0, lengths, window, TILE_M, TILE_N)
                 tl.store(out + n_tile * num_m + m_tile, tl.where(seen, rank, num_n))
 
     @triton.jit
@@ -49,6 +49,17 @@ if importlib.util.find_spec("triton") is not None:
             tile, head = backward.at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             tl.store(out + 2 * i, tile)
             tl.store(out + 2 * i + 1, head)
+
+    @triton.jit
+    def _units(out, count, order, table, seqlen, TILE_N: tl.constexpr):
+        for unit in range(count):
+            lengths = Lengths(0, 0, seqlen, seqlen)
+            work, goes_up, exists, lengths = backward.work_of_unit(unit, order, table, lengths, TILE_N, True)
+            tl.store(out + 5 * unit, work.batch)
+            tl.store(out + 5 * unit + 1, work.head)
+            tl.store(out + 5 * unit + 2, work.tile)
+            tl.store(out + 5 * unit + 3, tl.where(goes_up, 1, 0))
+            tl.store(out + 5 * unit + 4, tl.where(exists, 1, 0))
 
     @triton.jit
     def _padded_starts(out, starts, batch):
@@ -75,66 +86,82 @@ def test_tiles_that_meet_agree_on_it(lengths, window):
     assert walked == awaited
 
 
+@pytest.mark.parametrize("goes_up", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("lengths", BOTH_LENGTHS)
-def test_every_turn_comes(lengths, window):
+def test_every_turn_comes(lengths, window, goes_up):
     """At each tile of queries the tiles of keys that walk over it take turns 0, 1, 2 ... from the first keys to the last, or
-    none: also of a sequence without queries, over whose first tile all walk."""
+    the other way where walks go up, or none: also of a sequence without queries, over whose first tile all walk."""
     tile_m, tile_n = 8, 16
     seqlen_q, seqlen_k = lengths
     num_m, num_n = max(1, -(-seqlen_q // tile_m)), -(-seqlen_k // tile_n)
     turns = torch.full((num_n, num_m), -1, dtype=torch.int32)
-    _turns[(1,)](turns, num_n, num_m, masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
+    _turns[(1,)](turns, num_n, num_m, int(goes_up), masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
     # a tile of keys that did not walk has a row of -1
     assert (turns >= 0).any(1).all()
     for column in turns.T.tolist():
         taken = [rank for rank in column if 0 <= rank < num_n]
-        assert taken == list(range(len(taken)))
+        assert (taken[::-1] if goes_up else taken) == list(range(len(taken)))
 
 
-@pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
-def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
-    """Without a mask a tile has twice as many steps as tiles of its head run at once; causal, half of a head's tiles or less
-    run at once from 512 tokens on, and the heads of a group never become more with the length."""
-    from flashtile import hardware
-    from flashtile.hopper import backward_config
-    from flashtile.problem import AttentionProblem
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tail_heads", [0, 1, 2, 6])
+def test_who_is_waited_for_has_begun(tail_heads, packed):
+    """In a fixed order each tile of keys comes once, after those whose turns are before its own; the last heads go down."""
+    tile, heads = 16, 3
+    lengths = [40, 5, 0, 64, 33] if packed else [100, 100]
+    num_tiles = [-(-length // tile) for length in lengths]
+    table, order = None, (num_tiles[0], heads, heads * len(lengths), 2, tail_heads)
+    if packed:
+        starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+        most = sum(num_tiles) + len(lengths)
+        table = torch.zeros(schedule.ENTRY.value * (1 + most) + len(lengths), dtype=torch.int32)
+        packing = Packing(starts, starts, None, None)
+        schedule.plan_packed[(1,)](table, packing, (), None, len(lengths), most, 0, heads, TILE_M=tile, BLOCK=32)
+        order = (sum(num_tiles), heads, heads * len(lengths), 64 * tail_heads, 1)
+    units = sum(num_tiles) * heads
+    out = torch.full((units + 2, 5), -1, dtype=torch.int32)
+    _units[(1,)](out, units + 2, schedule.Order(*order), table, lengths[0], tile)
+    assert out[:, 4].tolist() == [1] * units + [0, 0]
+    taken = {}
+    for batch, head, n_tile, goes_up, _exists in out[:units].tolist():
+        walks = taken.setdefault((batch, head), ([], set()))
+        walks[0].append(n_tile)
+        walks[1].add(goes_up)
+    assert len(taken) == heads * sum(n > 0 for n in num_tiles)
+    for (batch, _head), (tiles, directions) in taken.items():
+        (goes_up,) = directions
+        assert tiles == list(range(num_tiles[batch]))[:: -1 if goes_up else 1]
+    down = [name for name, (_tiles, directions) in taken.items() if directions == {0}]
+    if packed and tail_heads:
+        assert (len(lengths) - 1, heads - 1) in down and all((len(lengths) - 1 - batch) % 2 == 0 for batch, _head in down)
+    elif not packed:
+        assert sorted(down) == sorted(taken)[len(taken) - tail_heads :]
 
-    def heads(seqlen):
-        problem = AttentionProblem(
-            1, seqlen, seqlen, 8 * group_size, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0,
-            window=(None, 0 if causal else None), deterministic=True,
-        )  # fmt: skip
-        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        return backward.heads_in_groups(problem, config)[0], config
 
-    group, config = heads(seqlen)
-    assert 1 <= heads(2 * seqlen)[0] <= group
-    at_once = config.num_programs / group
-    steps = -(-seqlen // config.tile_m) * group_size
-    if group > 1 and not causal:
-        assert 2 * at_once <= 1.5 * steps
-    if causal and 512 <= seqlen <= 8192:
-        assert 2 * at_once <= 1.05 * seqlen / config.tile_n
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("group_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 7), (3, 4), (5, 12)])
-def test_a_walk_has_each_tile_of_each_head_once(begin, end, group_size, deterministic):
-    """Wherever it begins; in a fixed order from the last query to the first, and heads of a tile always follow each other."""
+def test_a_walk_has_each_tile_of_each_head_once(begin, end, group_size):
+    """Wherever it begins, and heads of a tile always follow each other."""
     steps = (end - begin) * group_size
     heads = range(2 * group_size, 3 * group_size)
     for front in range(begin, end):
         out = torch.full((steps, 2), -1, dtype=torch.int32)
-        _steps[(1,)](out, begin, steps, front, group_size, deterministic)
+        _steps[(1,)](out, begin, steps, front, group_size, False)
         tiles = list(range(begin, end)) if group_size == 1 else [*range(front, begin - 1, -1), *range(end - 1, front, -1)]
-        if deterministic:
-            tiles = list(range(end - 1, begin - 1, -1))
         assert out.tolist() == [[tile, head] for tile in tiles for head in heads]
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("goes_up", [False, True])
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (0, 7), (3, 4), (5, 12)])
+def test_a_walk_in_a_fixed_order(begin, end, goes_up, group_size):
+    """Up from its first tile of queries, or down from its last."""
+    steps = (end - begin) * group_size
+    out = torch.full((steps, 2), -1, dtype=torch.int32)
+    _steps[(1,)](out, begin, steps, begin if goes_up else ~(end - 1), group_size, True)
+    tiles = list(range(begin, end))[:: 1 if goes_up else -1]
+    assert out.tolist() == [[tile, head] for tile in tiles for head in range(2 * group_size, 3 * group_size)]
 
 
 def test_padded_sequences_do_not_meet():

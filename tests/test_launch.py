@@ -1,6 +1,8 @@
 """Launching again without Triton's look at the arguments."""
 
+import importlib.util
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -67,6 +69,21 @@ def test_launches_exchange_addresses_alone(launched_again):
     assert (grid, group.stride, named) == ((3,), 7, {"DIM": 64, "TILE": 16, "num_warps": 4})
     group = (x.data_ptr(), 7, (workspace.data_ptr() + 16, None))
     assert launched_again == [(3, 1, 1, 7, "flags", group, x.data_ptr(), 16, 64)]
+
+
+def test_host_overhead_times_the_launches_of_a_call(launched_again):
+    """What a call launches from its third time on, and afterwards calls are as before."""
+    path = Path(__file__).parents[1] / "benchmarks" / "host_overhead.py"
+    spec = importlib.util.spec_from_file_location("host_overhead", path)
+    host_overhead = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(host_overhead)
+    launches = Launches(partial(start, Kernel(Compiled(function=1))))
+    x, workspace = torch.zeros(4), torch.zeros(8)
+    bare = host_overhead.bare(lambda: launches.run(x, None, workspace))
+    before = len(launched_again)
+    bare()
+    launches.run(x, None, workspace)
+    assert len(launched_again) == before + 2 and launched_again[-1] == launched_again[-2]
 
 
 @pytest.mark.parametrize("with_descriptor", [False, True])

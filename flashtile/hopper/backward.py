@@ -14,11 +14,13 @@ clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
 keys, since walks begin where others are (below). All else has the same bits in every run. With deterministic=True all has them:
-tiles of keys add to a tile of dq_sum from the first to the last: it has a count of what was added, and a program waits until it
-is its turn. Programs take tiles of a head in that order, also their first one from the counter, so that who is waited for runs
-or has run, however many programs there are. They walk from the last query to the first: under a causal mask tiles that start
-together then end together, since one that waits has as many steps less. How many of a head run at once is chosen in
-`rows_in_ordered_groups`.
+tiles of keys add to a tile of dq_sum in a fixed order: it has a count of what was added, and a program waits until it is its
+turn. Programs take tiles of a head in that order, also their first one from the counter, so that who is waited for runs or has
+run, however many programs there are. Nobody waits long: most heads go up, from the last tile of keys to the first, each walk
+from its first query to its last. Under a causal mask the tile whose turn is before then begins one tile of queries further on,
+and stays there. A head's longest tiles come last so, at uneven times, and would leave programs idle at the end of the kernel:
+the last group of heads goes down, from the first tile of keys to the last, each walk from its last query to its first. There
+the tile before must have begun a step earlier, as it has where programs come to it one after the other.
 
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
@@ -81,24 +83,20 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
         and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.32 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
     a softcap by polynomials (`scores.logits`; 2 x 8192, causal): head dim 128 1.29, 256 1.11
 
-deterministic=True takes 0.99 to 1.10 times as long as the free order at head dim 64, 1.03 to 1.12 at 128, 1.06 to 1.22 at 256,
-where 2048 and 4096 tokens causal are over 1.15 (benchmarks/results/nvidia-h200/deterministic.json). How its order was found, as
-time over that of the free order (16384 tokens, bf16, random data, L2 flushed; medians of one run, +-4%; not recorded); in
-brackets the version before, whose partition of dq polled and counted itself, on walks from the first query to the last:
+deterministic=True takes @@ times as long as the free order
+(benchmarks/results/nvidia-h200/deterministic.json). As time over that of the free order, of heads that go up and, in brackets,
+of the order before, in which all went down, in groups so large that they did not fit in L2 (bf16, random data; do_bench,
+medians of three shuffled rounds of one run, +-2%; not recorded):
 
-    tokens                    512            1024           2048           4096           8192           16384
-    head dim 64     full      1.02 (1.33)                   0.98 (1.19)    0.96 (1.16)    0.99 (1.22)    1.00 (1.15)
-                    causal    1.06 (1.10)                   1.08 (1.08)                   1.04 (1.10)
-    head dim 128    full      1.04 (1.14)                   0.99 (1.12)                   1.04 (1.10)
-                    causal    1.11 (1.06)                   1.08 (1.05)                   1.00 (1.00)
-    head dim 256    full      1.13 (1.15)    1.10 (1.23)    1.05 (1.28)                   1.05 (1.32)
-                    causal    1.10 (1.10)                   1.17 (1.27)                   1.15 (1.33)    1.15 (1.54)
+    causal, tokens     512            1024           2048           4096           8192           16384
+    head dim 64        @@ (1.09)                   1.00 (1.12)                                  1.00 (1.08)
+    head dim 128       1.03 (1.09)                   1.01 (1.12)                   1.03 (1.06)
+    head dim 256       1.07 (1.11)    1.09 (1.15)    1.08 (1.19)    1.07 (1.15)    1.06 (1.14)    1.04 (1.12)
 
-    256 at 16384 is with 8 tiles' worth of rows a program, where the rule gives 11. With 1, 2, 4, 8 tiles' worth
-    head dim 64     512 full 1.10, 1.02, 1.07, 1.34; causal 1.22, 1.06, 1.06, 1.15. 8192 causal 1.57, 1.30, 1.12, 1.04
-    head dim 128    2048 full 0.99, 1.05, 1.01, 1.32; causal 1.14, 1.13, 1.08, 1.16. 8192 causal 1.14, 1.12, 1.09, 1.00
-    head dim 256    2048 full 1.19, 1.05, 1.88, 2.30; causal 1.65, 1.27, 1.17, 1.70. 8192 causal 1.94, 1.44, 1.19, 1.15
-    4 without the waits, not deterministic: 0.97 to 1.07 at head dim 64.
+    256 with half of the heads in a group 1.07, 1.07, 1.12, 1.08, 1.11, 1.04, with twice as many 1.08, 1.08, 1.67, 1.59, 1.53,
+    1.40: the kernel's groups are as large as L2 allows.
+    What made the order before that, whose partition of dq polled and counted itself, on walks from the first query to the last
+    but tiles of keys in the same direction: 1.10 to 1.54 there, without a mask 1.12 to 1.32 where it is 1.00 to 1.13 now.
 
 What did not help:
 
@@ -139,7 +137,6 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -242,7 +239,7 @@ class Walk(NamedTuple):
     Steps are counted through, over all tiles of a program, since the rings of buffers go on. In tiles [full_begin, full_end)
     no key is hidden. The number of steps is a word of its own: where it is known as a multiple of the number of heads, the
     computing partitions get more local variables than registers (192 bytes of spills for 8 at head dim 128). front: the query
-    tile of the first step where heads share keys, see `at_step`.
+    tile of the first step where heads share keys or the order is fixed; there ~ of it where a walk goes down. See `at_step`.
     """
 
     batch: Any
@@ -263,6 +260,27 @@ def walked_tiles(col_begin, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.co
     return masks.TileRange(begin, tiles.full_begin, tiles.full_end, tl.maximum(tiles.end, begin + 1))
 
 
+@triton.jit
+def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, DETERMINISTIC: tl.constexpr):
+    """(the unit-th tile of keys, whether in a fixed order its walk goes up, whether there is one, lengths of its sequence)."""
+    if table is None:
+        exists = unit < order.total_heads * order.num_tiles
+        work = schedule.tile_of_unit(unit, order, False)
+        goes_up = work.batch * order.num_heads + work.head < order.total_heads - order.tail_heads
+    else:
+        exists = unit < order.num_tiles * order.num_heads
+        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
+        lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
+        # Down in the last group of heads of every other sequence, among which is the last
+        tail_heads = order.heads_per_group // tl.maximum(lengths.seqlen_q, 1)
+        sequences_after = order.total_heads // order.num_heads - 1 - work.batch
+        goes_up = (work.head < order.num_heads - tail_heads) | (sequences_after % 2 == 1)
+    if DETERMINISTIC:
+        tile = tl.where(goes_up, tl.cdiv(lengths.seqlen_k, TILE_N) - 1 - work.tile, work.tile)
+        work = schedule.Work(tile, work.head, work.batch)
+    return work, goes_up, exists, lengths
+
+
 @gluon.jit
 def _peek(word):
     """A word that other programs write. Relaxed: nothing that they have written before is read after it."""
@@ -271,19 +289,16 @@ def _peek(word):
 
 
 @gluon.jit
-def _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+          DETERMINISTIC: gl.constexpr):  # fmt: skip
     """The unit-th tile of keys, and the lengths of its sequence. fronts: of `_load`, or None."""
-    if table is None:
-        exists = unit < order.total_heads * order.num_tiles
-        work = schedule.tile_of_unit(unit, order, False)
-    else:
-        exists = unit < order.num_tiles * order.num_heads
-        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
-        lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
+    work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, DETERMINISTIC)
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
     steps = gl.where(exists, (tiles.end - tiles.begin) * GROUP_SIZE, 0)
     front = tiles.end - 1
+    if DETERMINISTIC:
+        front = gl.where(goes_up, tiles.begin, ~front)
     if fronts is not None:
         # 0 before the first
         other = (_peek(fronts + work.batch * order.num_heads + work.head) & 0xFFFF) - 1 if exists else 0
@@ -352,13 +367,14 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
 def at_step(walk, i, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
     """(query tile, head) of the i-th step, made of i alone: what a loop carries costs the computing partitions registers.
 
-    A fixed order goes from the last query to the first, see above. So do groups of heads, all heads before the next query tile,
-    and each walk begins where other programs of its key-value head are, at `walk.front`, and goes round: rows of many heads do
-    not fit in L2, but those that programs use at one time do.
+    Without sharing or a fixed order from the first query to the last. All heads of a group come before the next query tile, and
+    each walk goes down and begins where other programs of its key-value head are, at `walk.front`, and goes round: rows of many
+    heads do not fit in L2, but those that programs use at one time do. In a fixed order walks go up or down, see above.
     """
     head = walk.kv_head * GROUP_SIZE + i % GROUP_SIZE
     if DETERMINISTIC:
-        return walk.begin + (walk.steps - 1 - i) // GROUP_SIZE, head
+        tile = walk.front + i // GROUP_SIZE
+        return tl.where(tile < 0, ~tile, tile), head
     elif GROUP_SIZE > 1:
         tile = walk.front - i // GROUP_SIZE
         return tl.where(tile < walk.begin, tile + walk.steps // GROUP_SIZE, tile), head
@@ -454,7 +470,7 @@ def _load(
     else:
         counted_from = gl.num_programs(0)
         unit = gl.program_id(0)
-    walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N)
+    walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N, DETERMINISTIC)
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
     while walk.steps > 0:
         for i in range(walk.steps):
@@ -474,7 +490,7 @@ def _load(
         first += walk.steps
         turn += 1
         unit = counted_from + _next_unit(counter)
-        walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N)
+        walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N, DETERMINISTIC)
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
@@ -651,18 +667,18 @@ def _signal(semaphore):
 
 
 @triton.jit
-def turn_of(n_tile, m_tile, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+def turn_of(n_tile, m_tile, goes_up, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """(whether queries of m_tile see keys of n_tile, how many tiles of keys add to their dq before): as `walked_tiles`."""
     keys = masks.key_range(m_tile * TILE_M, lengths, window, TILE_M, TILE_N)
     seen = (n_tile >= keys.begin) & (n_tile < keys.end)
-    return seen, tl.where(seen, n_tile - keys.begin, 0)
+    return seen, tl.where(seen, tl.where(goes_up, keys.end - 1 - n_tile, n_tile - keys.begin), 0)
 
 
 @gluon.jit
 def _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
           PACKED: gl.constexpr):  # fmt: skip
     """(semaphore of a query tile, what it stands at when it is the turn of this walk)."""
-    seen, rank = turn_of(walk.col_begin // TILE_N, tile, lengths, window, TILE_M, TILE_N)
+    seen, rank = turn_of(walk.col_begin // TILE_N, tile, walk.front >= 0, lengths, window, TILE_M, TILE_N)
     row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
     return gl.where(seen, counters + 2 + row // TILE_M, counters + 1), rank
 
@@ -1490,34 +1506,28 @@ def heads_in_groups(problem, config):
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
     program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
-    with 4 (one run, not recorded). Packed calls have not been tried with one.
+    with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down.
+
+    Without a mask in a fixed order all heads go up. Each of a head's tiles must stay a turn behind the one before, which delays
+    the first ones alone if the last of those that run is not a whole walk behind the first: a tile gets twice as many steps as
+    tiles of its head run at once.
     """
-    if problem.deterministic:
-        rows = rows_in_ordered_groups(problem, config)
-        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     causal = problem.window[1] is not None
+    if problem.deterministic and not causal:
+        rows = 2 * config.num_programs * config.tile_m // problem.group_size
+        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     if problem.varlen:
         return (2 * config.num_programs * config.tile_n if causal else 0), 1
     if not causal:
         return 1, 0
     tiles = (1 if problem.group_size > 1 else 2) * config.num_programs
-    return min(16, max(1, tiles // max_key_tiles(problem, config))), 0
-
-
-def rows_in_ordered_groups(problem, config):
-    """Rows of queries of the heads in a group where the order of dq's sums is fixed.
-
-    The more heads, the fewer tiles of keys of one head run at once, each of which must stay a turn behind the one before.
-    Without a mask that delays a head's first tiles alone, if the last of those that run is not a whole walk behind the first:
-    a tile gets twice as many steps as tiles of its head run at once. Causal, a tile has a step less than the one before and
-    starts a turn later: the first ones of a head wait at every start, for a part of their time that falls with the number of
-    heads. But rows of many heads fall out of L2 from tile to tile, at a cost that falls with the length of a walk. The best of
-    the two goes with the root of the length; on an H200 2, 4 and 8 tiles' worth of rows a program were best at 512, 2048 and
-    8192 tokens.
-    """
-    if problem.window[1] is None:
-        return 2 * config.num_programs * config.tile_m // problem.group_size
-    return int(config.num_programs * config.tile_n * math.sqrt(problem.seqlen_q / 128))
+    heads = min(16, max(1, tiles // max_key_tiles(problem, config)))
+    if not problem.deterministic:
+        return heads, 0
+    # At least a tile a program, and heads that go up and some that go down
+    heads = max(heads, triton.cdiv(config.num_programs, max_key_tiles(problem, config)))
+    heads = min(heads, triton.cdiv(problem.batch * problem.num_heads_kv, 2))
+    return heads, heads
 
 
 def tma_ready(x):
