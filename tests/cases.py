@@ -236,6 +236,9 @@ CASES = [
     Case("dim_72_causal", 65, 65, head_dim=72, causal=True),
     Case("dim_96", 65, 65, head_dim=96),
     Case("dim_128_causal", 70, 70, head_dim=128, causal=True),
+    # Diagonals that begin 128 keys later, or earlier
+    Case("dim_128_shifted", 30, 158, heads=4, heads_kv=2, head_dim=128, causal=True, sinks="fp32"),
+    Case("dim_96_shifted", 158, 30, head_dim=96, window=(40, 0)),
     Case("dim_160", 40, 65, heads=1, heads_kv=1, head_dim=160),
     Case("dim_192", 40, 65, heads=1, heads_kv=1, head_dim=192),
     Case("dim_256_causal", 40, 65, heads=1, heads_kv=1, head_dim=256, causal=True),

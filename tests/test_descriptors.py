@@ -63,3 +63,29 @@ def test_tiles_of_packed_sequences(heads):
     tile = elements(described, place + inner)
     assert torch.equal(tile[tile >= 0], expected.flatten())
     assert (tile[expected.numel() :] == -1).all()
+
+
+@pytest.mark.parametrize("window", [(None, 0), (50, 0), (None, 128), (None, None)])
+@pytest.mark.parametrize(
+    "lengths", [(256, 256), (300, 300), (300, 428), (428, 300), (200, 256), (129, 1), (2048, 2048), (2304, 2304)]
+)
+def test_who_sees_half_of_a_first_tile(lengths, window):
+    """No query of a first consumer sees the right half of its first key tile, where that is left out."""
+    from flashtile import hardware
+    from flashtile.hopper import arguments
+    from flashtile.problem import AttentionProblem
+    from flashtile.tiles import hopper_config
+
+    seqlen_q, seqlen_k = lengths
+    problem = AttentionProblem(1, seqlen_q, seqlen_k, 2, 2, DIM, DIM, torch.bfloat16, softmax_scale=1.0, window=window)
+    config = hopper_config(problem, hardware.by_name("H200"))
+    half = arguments._half_first(problem, config)
+    assert half == (window[1] == 0 and lengths in [(256, 256), (300, 300), (300, 428), (428, 300), (129, 1), (2048, 2048)])
+    left, right = window
+    shift = seqlen_k - seqlen_q
+    for first in range(0, seqlen_q, config.tile_m) if half else ():
+        rows = range(first, min(first + ROWS, seqlen_q))
+        first_key = max(0, first + shift - (seqlen_k if left is None else left))
+        seen = range(first_key, min(rows[-1] + shift + right + 1, seqlen_k))
+        last_tile = max(seen, default=0) // config.tile_n
+        assert not any(key % config.tile_n >= config.tile_n // 2 for key in seen if key // config.tile_n == last_tile)

@@ -20,10 +20,11 @@ HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
-          ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120}  # fmt: skip
+          ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120,
+          ("short", 192): 112}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
-                       ("plain", 192): 40}  # fmt: skip
+                       ("plain", 192): 40, ("short", 128): 8}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -34,6 +35,8 @@ OPTIONS = {
     "heads": {"causal": True},
     # three quarters of a block
     "columns": {"causal": True},
+    # few keys: half of a diagonal's tile
+    "short": {"causal": True},
 }
 
 pytestmark = [
@@ -62,6 +65,8 @@ def _calls():
     for number, row in enumerate(tiles.HOPPER):
         if row.block_dim > 64 and row.dims is None:
             yield number, "columns"
+        if row.config.tile_m == row.config.tile_n:
+            yield number, "short"
 
 
 def _compile(call):
@@ -79,11 +84,14 @@ def _compile(call):
     head_dim = head_dim_v = row.block_dim * 3 // 4 if name == "columns" else row.block_dim
     if row.dims:
         head_dim, head_dim_v = row.dims[0][-1], row.dims[1]
-    shapes = (seqlen_q, num_heads, head_dim), (4096, 4, head_dim), (4096, 4, head_dim_v)
+    seqlen_k = 4096
+    if name == "short":
+        seqlen_q = seqlen_k = 1024
+    shapes = (seqlen_q, num_heads, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v)
     q, k, v = (torch.empty(1, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
     problem = AttentionProblem(
-        batch=1, seqlen_q=seqlen_q, seqlen_k=4096, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
+        batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
         head_dim_v=head_dim_v, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
         softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0), has_alibi=features,
         has_sinks=features,

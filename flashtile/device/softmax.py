@@ -155,6 +155,19 @@ def begin_apart(logits, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def widened(state, p, layout: gl.constexpr):
+    """State and p of `begin_apart` of the left half of a tile as those of the whole, of that layout: the rest is hidden.
+
+    Every element stays in its register.
+    """
+    p = gl.join(p, gl.zeros_like(p)).permute((0, 2, 1)).reshape([p.shape[0], 2 * p.shape[1]])
+    p = gl.convert_layout(p, layout)
+    like = nothing_apart(p)
+    row_max = gl.convert_layout(state.row_max, like.row_max.type.layout)
+    return OnlineSoftmax(row_max, gl.convert_layout(state.row_sum, like.row_sum.type.layout)), p
+
+
+@gluon.jit
 def join(state):
     """The state of `update` from that of `update_apart`."""
     return OnlineSoftmax(state.row_max, gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout))

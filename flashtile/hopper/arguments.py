@@ -155,6 +155,18 @@ def heads_in_groups(problem, config, num_tiles, num_sms):
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
 
 
+def _half_first(problem, config):
+    """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
+
+    With many keys that was no gain, nor with a softcap or ALiBi: see forward.py.
+    """
+    return (
+        problem.causal and (problem.seqlen_k - problem.seqlen_q) % config.tile_n == 0 and problem.seqlen_k <= 2048
+        and config.queries == 2 * ROWS == config.tile_n and not config.lazy and not problem.varlen
+        and not problem.softcap and not problem.has_alibi and not problem.dropout_p
+    )  # fmt: skip
+
+
 def forward_arguments(problem, config, operands, out, lse, table, counter):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None."""
     num_sms = hardware.detect(out.device).num_sms or 132
@@ -192,5 +204,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         # The queries of a consumer on an aligned diagonal cut one key tile, on another two
         "MASK_OTHERS": left is not None or right is not None and (problem.varlen or diagonal not in (0, queries - 1)),
         "OWN_OUT": own_out,
+        "HALF_FIRST": _half_first(problem, config),
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

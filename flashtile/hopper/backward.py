@@ -1513,20 +1513,21 @@ def heads_in_groups(problem, config):
     tiles of its head run at once.
     """
     causal = problem.window[1] is not None
+    # Which heads go down changes the order of sums, which no GPU's size may
+    programs = 132 if problem.deterministic else config.num_programs
     if problem.deterministic and not causal:
-        rows = 2 * config.num_programs * config.tile_m // problem.group_size
+        rows = 2 * programs * config.tile_m // problem.group_size
         return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     if problem.varlen:
-        return (2 * config.num_programs * config.tile_n if causal else 0), 1
+        return (2 * programs * config.tile_n if causal else 0), 1
     if not causal:
         return 1, 0
-    tiles = (1 if problem.group_size > 1 else 2) * config.num_programs
-    heads = min(16, max(1, tiles // max_key_tiles(problem, config)))
+    num_tiles = max_key_tiles(problem, config)
+    heads = min(16, max(1, (1 if problem.group_size > 1 else 2) * programs // num_tiles))
     if not problem.deterministic:
         return heads, 0
-    # At least a tile a program, and heads that go up and some that go down
-    heads = max(heads, triton.cdiv(config.num_programs, max_key_tiles(problem, config)))
-    heads = min(heads, triton.cdiv(problem.batch * problem.num_heads_kv, 2))
+    # At least a tile a program, and some heads that go up
+    heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(problem.batch * problem.num_heads_kv, 2))
     return heads, heads
 
 

@@ -495,12 +495,21 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
 
 
 @gluon.jit
-def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Start q kᵀ of a step, of LIVE_D columns; its keys must be there.
+def _first_keys(tile, KEYS: gl.constexpr):
+    if KEYS == tile.shape[0]:
+        return tile
+    else:
+        return tile.slice(0, KEYS, dim=0)
+
+
+@gluon.jit
+def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+                  KEYS: gl.constexpr):  # fmt: skip
+    """Start q kᵀ of the first KEYS keys of a step, of LIVE_D columns; they must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it.
     """
-    layout: gl.constexpr = columns.layout_of(TILE_N)
+    layout: gl.constexpr = columns.layout_of(KEYS)
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
     COLS: gl.constexpr = ring.q_smem.shape[-1]
     REST: gl.constexpr = LIVE_D - COLS
@@ -509,8 +518,8 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
         q = ring.q_rest_smem.index(q_slot).reshape([ROWS, REST])
     else:
         q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
-    k = ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D])
-    nothing = gl.zeros([ROWS, TILE_N], gl.float32, layout)
+    k = _first_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, layout)
     if q_left is None:
         return columns.contract(q, k, nothing, LIVE_D, USE_ACC=False)
     elif not APART:
@@ -519,7 +528,7 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
         return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
     else:
         raw = warpgroup_mma(q_left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        k_rest = ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST])
+        k_rest = _first_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS)
         return warpgroup_mma(q, k_rest.permute((1, 0)), raw, is_async=True)
 
 
@@ -545,20 +554,14 @@ def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _positions(part, n_tile, HEADS: gl.constexpr, TILE_N: gl.constexpr, layout: gl.constexpr):
-    """(rows, columns in the tile, the tile's first) of a step's scores."""
-    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
-    return rows, gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :], n_tile * TILE_N
-
-
-@gluon.jit
 def _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexpr, LAZY: gl.constexpr):
-    """Logits of a step's scores (ROWS, TILE_N)."""
+    """Logits of a step's scores, of all its keys or the first of them."""
+    KEYS: gl.constexpr = raw.shape[1]
     # A softcap without exponentials where these and products are what takes time; not at head dim 256
-    THREAD: gl.constexpr = 0 if LAZY else ROWS * TILE_N // 128
+    THREAD: gl.constexpr = 0 if LAZY else ROWS * KEYS // 128
     layout: gl.constexpr = raw.type.layout
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    cols = gl.arange(0, TILE_N, gl.SliceLayout(0, layout))[None, :]
+    cols = gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :]
     # of tiles of one head, as ALiBi has them
     diagonal = part.row_begin + lengths.seqlen_k - lengths.seqlen_q - n_tile * TILE_N
     return scores.logits(raw, rows, cols, diagonal, slope, score_params, THREAD)
@@ -568,8 +571,9 @@ def _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexp
 def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr):
     """logits, -inf where keys are hidden."""
     layout: gl.constexpr = logits.type.layout
-    rows, cols, first_col = _positions(part, n_tile, HEADS, TILE_N, layout)
-    return gl.where(masks.visible_keys(rows, cols, lengths, window, first_col), logits, NEG_INF)
+    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+    cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return gl.where(masks.visible_keys(rows, cols, lengths, window, n_tile * TILE_N), logits, NEG_INF)
 
 
 @gluon.jit
@@ -610,11 +614,16 @@ def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr,
 
 
 @gluon.jit
-def _begin(logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr):
+def _begin(logits, scale_log2, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr):
+    """State and p of a first step, whose keys past the columns of logits are hidden."""
     if LAZY:
         return softmax.begin(logits, scale_log2, MASKED)
     else:
-        return softmax.begin_apart(logits, scale_log2, MASKED)
+        state, p = softmax.begin_apart(logits, scale_log2, MASKED)
+        if logits.shape[1] == TILE_N:
+            return state, p
+        else:
+            return softmax.widened(state, p, columns.layout_of(TILE_N))
 
 
 @gluon.jit
@@ -627,7 +636,7 @@ def _absorb_tile(
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
+    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, TILE_N)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
@@ -716,9 +725,10 @@ def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of each tile of this program."""
+    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile."""
+    KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
     no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
     scale_log2 = scores.scale_log2(score_params)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -742,7 +752,7 @@ def _compute(
         q_left = _load_left(ring, left, left_phase, TILE_N, some)
     mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
     _wait_turn(CONSUMER, some)
-    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
+    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
@@ -753,7 +763,7 @@ def _compute(
     logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
     if MASK_FIRST:
         logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
-    state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
+    state, p = _begin(logits, scale_log2, TILE_N, LAZY, MASK_FIRST)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
@@ -787,7 +797,7 @@ def _compute(
             q_left = _load_left(ring, left, left_phase, TILE_N, more)
         mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
-        raw = _start_scores(ring, next_q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES)
+        raw = _start_scores(ring, next_q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
@@ -799,7 +809,7 @@ def _compute(
         logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
         if MASK_FIRST:
             logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
-        next_state, p = _begin(logits, scale_log2, LAZY, MASK_FIRST)
+        next_state, p = _begin(logits, scale_log2, TILE_N, LAZY, MASK_FIRST)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
@@ -880,7 +890,7 @@ def attention_forward(
     lse_stride, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0.
@@ -901,10 +911,10 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 0)),
+                        HALF_FIRST, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 1)),
+                        HALF_FIRST, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
@@ -912,13 +922,13 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 0)),
+                        HALF_FIRST, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 1)),
+                        HALF_FIRST, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 2)),
+                        HALF_FIRST, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -926,16 +936,16 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 0)),
+                        HALF_FIRST, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 1)),
+                        HALF_FIRST, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 2)),
+                        HALF_FIRST, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        PACKED, 3)),
+                        HALF_FIRST, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
