@@ -56,9 +56,10 @@ us besides its steps of 2 to 2.4 us each.
 Limit (attention-counters.json, 8192 tokens): the shared-memory pipe, 79% busy at head dim 64 and 88% at 128 (tensor cores 63%,
 78%): a 64 x 128 step is 2560 tensor cycles. Hence nothing is read twice that registers can hold. At 256 (72%, tensor cores 59%)
 it is L2: a step of 64 x 64 reads 64 KB of q and dout there and adds 64 KB of dq, together 6.0 TB/s. An H200 adds 3.9 TB/s to L2
-and no more, one, two or four numbers at once, to one place or to many (one run, not recorded). Without three of the four pieces
-of dq, hence wrong, 16384 tokens take 7995 us for 11427, with half of them 8882. So what counts is the number of keys of a
-program, as many as dk and dv leave room for: 128 where these have 320 columns together, with tiles of 32 queries.
+and no more, one, two or four numbers at once, to one place or to many; TMA reads 9.4 TB/s from there, 18 and more where several
+programs read the same tiles at a time, and 6.6 beside 3.3 of additions (single runs, not recorded). Without three of the four
+pieces of dq, hence wrong, 16384 tokens take 7995 us for 11427, with half of them 8882. So what counts is the number of keys of
+a program, as many as dk and dv leave room for: 128 where these have 320 columns together, with tiles of 32 queries.
 
 What helped, as time before over time after in one run each (H200, torch 2.11, Triton 3.6; 16384 tokens, bf16, random data;
 do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
@@ -83,20 +84,20 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
         and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.32 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
     a softcap by polynomials (`scores.logits`; 2 x 8192, causal): head dim 128 1.29, 256 1.11
 
-deterministic=True takes @@ times as long as the free order
-(benchmarks/results/nvidia-h200/deterministic.json). As time over that of the free order, of heads that go up and, in brackets,
-of the order before, in which all went down, in groups so large that they did not fit in L2 (bf16, random data; do_bench,
-medians of three shuffled rounds of one run, +-2%; not recorded):
+deterministic=True takes 0.99 to 1.06 times as long as the free order at head dim 64, 1.01 to 1.04 at 128, 1.06 to 1.13 at 256
+(benchmarks/results/nvidia-h200/deterministic.json). As time over that of the free order, with heads that go up, and in brackets
+with the order before, in which all heads went down, in groups so large that their rows did not fit in L2 (bf16, random data;
+do_bench, medians of three shuffled rounds of one run, +-2%; not recorded):
 
     causal, tokens     512            1024           2048           4096           8192           16384
-    head dim 64        @@ (1.09)                   1.00 (1.12)                                  1.00 (1.08)
+    head dim 64        1.06 (1.09)                   1.00 (1.12)                                  1.00 (1.08)
     head dim 128       1.03 (1.09)                   1.01 (1.12)                   1.03 (1.06)
     head dim 256       1.07 (1.11)    1.09 (1.15)    1.08 (1.19)    1.07 (1.15)    1.06 (1.14)    1.04 (1.12)
 
     256 with half of the heads in a group 1.07, 1.07, 1.12, 1.08, 1.11, 1.04, with twice as many 1.08, 1.08, 1.67, 1.59, 1.53,
-    1.40: the kernel's groups are as large as L2 allows.
-    What made the order before that, whose partition of dq polled and counted itself, on walks from the first query to the last
-    but tiles of keys in the same direction: 1.10 to 1.54 there, without a mask 1.12 to 1.32 where it is 1.00 to 1.13 now.
+    1.40: groups are as large as L2 allows. At head dim 64 and 512 tokens 1.10 with 16 heads, which are less than a tile a
+    program. A simulation of the order alone, with steps that take 10% more or less, has waits of under 1% of the time where
+    heads go up, 2 to 4% where they go down in such groups, and 5% without work at the end if the last group goes up too.
 
 What did not help:
 
@@ -126,6 +127,10 @@ tile):
         and loads; counts with release and acquire beside it), so that each adds half of the columns of dq, for both: 192/128
         1.10, causal 1.09, 1024 tokens 0.97; 256 at 16384 tokens 1.08, causal 1.04, at 4096 1.09, causal 1.07. q and dout are
         read as often as before
+    in walks that go up, what a half has no part in passed with dscores of 0: the diagonal's first 64 queries by the second half
+        of the keys, the last ones of a window by the first. Head dim 128 causal 512 tokens 1.00, 1024 1.01, 2048 1.03, 4096
+        0.97, 16384 0.99, a window of 1024 1.01; 192/128 1.00, 1024 tokens 1.01
+    at head dim 64, causal, 2 buffers of dscores, with 4 stages of q or 3 of dout; half or twice the heads a group: 0.98 to 1.01
     64 keys, scores of the next step started with dv and dp with dk, and up to 3 stages of q and dout, 2 of p: 0.96 to 1.00,
         also without dq
     walks that begin at different queries, so that no two programs add to one place: 192/128 1.00, 256 0.87 to 0.92, 128 1.00

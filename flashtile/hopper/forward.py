@@ -43,6 +43,14 @@ What limits it (times in benchmarks/results/nvidia-h200/paper.json; attention-co
 - shared memory at head dim 256, by arithmetic: a step of 64 keys takes 2048 clocks of the tensor pipe, and 2048 of 128 bytes
   from shared memory (1792 with half of the queries in registers; with FA3's tiles of 80 keys, which Gluon's powers of two do
   not allow, 95% of its clocks).
+- head dim 128, where the 2340 clocks of a consumer's step go, by samples of its instructions (full, 8192 keys, single run; two
+  consumers, so products take 2048): up to the first product 173, of which 50 are the barrier before the wait for keys and the
+  way back to the loop's begin, 25 the wait's own latency; q kᵀ issued 145; the wait for values 46, of which 40 are its latency;
+  p v issued 268, since operands in registers take 25 each where others take 16; the wait for q kᵀ 199; maxima, the first of
+  two rows', to the first exponential 308; exponentials 1100, where units of their own would take 530; acc scaled 99. So a
+  consumer waits for the tensor pipe for 9% of its time only, but to take clocks out of its chain did not make it faster: see
+  below. At every issue, 0.9 other warps are held back at dispatch, 0.15 by the queue to the exponentials' unit (head dim 64:
+  1.0 and 0.7).
 - head dim 64: exponentials take as long as products: their unit is busy 65% of the time, the tensor pipe 63%, issue slots 54%.
 - a border by the clock, causal 1024 keys, where it takes a third of the time: head dim 128 3980 clocks (received 200, its keys
   and queries there 670, products started 1380, first softmax done 2700, p v done 2710, out scaled 3160, in shared memory 3510,
@@ -92,6 +100,12 @@ cuDNN and FA3 beside it, each once):
 - a softcap by polynomials, without exponentials, unless a warp has a score beyond 0.6 of it (`scores.logits`); us, 2 x 8192,
   causal, softcap 50: head dim 128 1420 to 1130 (790 without softcap), 64 1200 to 960; with scores beyond 1340 to 1410. Head dim
   256 958 and 966, so not there. With one term more, and a maximum of magnitudes for the bits that tell, 128 1240, 64 1190.
+- causal, up to 2048 keys: where an aligned diagonal shows the first of two consumers half of its first key tile, it has scores
+  and softmax of 64 keys there; the same bits. us, 16384 tokens, two runs of 9 shuffled rounds: head dim 128 512 keys 94.0 and
+  95.9 to 90.5 and 92.3 (cuDNN 102, 105), 1024 141.3 and 145.8 to 137.6 and 141.2 (165, 173), 2048 240.6 and 246.3 to 238.3 and
+  241.9; 1024 keys of head dim 96 133.6 to 130.1, of 192/128 186.5 to 174.5. With more keys nothing or less than that: 4096 444
+  and 445, 8192 834 and 843, 16384 1626 and 1650; 192/128, 8192 keys 487 and 486. With a softcap 322 to 351, with ALiBi 253 to
+  266, so not there; why is not known.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -127,6 +141,18 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   to 633.
 - head dim 256, out stored by the producer, for which no consumer waits, and the next tile asked for two steps earlier: full 512
   keys 613 to 628, causal 395 to 379, 1024 560 to 548 (in a state that still gave wrong results; not followed up).
+- what a consumer does between two products made shorter, at head dims 128 and 64, where that is what it waits for (us, seven
+  shuffled rounds): maxima by integers, which compare as floats do unless both are negative, and three at once in the time of
+  two: with a vote for rows whose scores and maximum so far are all negative, full 16384 keys 3436 to 3408, head dim 64 4150 to
+  4096 and 1077 to 1066 (4096 keys), causal 1748 to 1756 and 2118 to 2151, 192/128 503 to 529. No maxima: exponentials relative
+  to the last reference, and a vote whether one exceeds it by 8, by integers too, a quarter of the exponentials before the vote:
+  6% less instructions, 824 to 872, causal 444 to 467, head dim 64 1011 to 1187; with the wait for p v below a half,
+  three quarters or all of them 872 to 908. By counters 1.3 and 1.6 warps an issue are then held back at dispatch instead of 0.9
+  and 1.0, and the queue to the exponentials' unit holds 1.4 at head dim 64 instead of 0.7.
+- exponentials of one consumer at a time, by barriers of their own: 829 to 843, head dim 64 1063 to 1108.
+- values waited for before q kᵀ, so that p v follows it at once: 855 to 868, causal 463 to 465, head dim 64 1103 to 1113, causal
+  609 to 624. Slots by masks and shifts instead of remainders, keys handed back together with values: equal to it.
+- one of two consumers 600 or 1200 clocks late at every border: 16384 keys equal, causal and full; 2048 2 to 5% slower.
 - the loop turned by half a step, so that the first products of a tile start before out of the last one is stored: scores and
   acc are then under way at the loop's edge, across which ptxas does not know that to wait for one of two groups is enough, and
   serialises all products (C7514); not if the wait is for both. Without turning it: the second step of a tile started, and
