@@ -372,9 +372,9 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
 def at_step(walk, i, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
     """(query tile, head) of the i-th step, made of i alone: what a loop carries costs the computing partitions registers.
 
-    Without sharing or a fixed order from the first query to the last. All heads of a group come before the next query tile, and
-    each walk goes down and begins where other programs of its key-value head are, at `walk.front`, and goes round: rows of many
-    heads do not fit in L2, but those that programs use at one time do. In a fixed order walks go up or down, see above.
+    From the first query to the last. Where heads share keys, all of them come before the next query tile, from the last to the
+    first, and a walk begins where other programs of its key-value head are, at `walk.front`, and goes round: rows of many heads
+    do not fit in L2, but those that programs use at one time do. In a fixed order a walk goes up or down, as the module says.
     """
     head = walk.kv_head * GROUP_SIZE + i % GROUP_SIZE
     if DETERMINISTIC:

@@ -21,8 +21,11 @@ Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence en
 (`_gather`), packed ones loaded and unpacked (`_gather_packed`); tokens of no index get -inf as a bias.
 
 How fast: benchmarks/results/nvidia-h200/mla-hopper.json. What a tile costs, by counting, in clocks of an SM at 4096 FLOP: its
-products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the product
-rate is the most that this form can reach. Found on the way, on an H200 in single runs that are not recorded (us; bf16):
+products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the
+product rate is the most that this form can reach. L2 does not hold it: at 600 TFLOP/s and 128 heads it gives 5.5 TB/s, of
+which half go to the other row block of the sequence at about the same time, and a kernel of loads alone gets 9.4, or 18 and
+more where programs read the same tiles at a time (single run, not recorded). Found on the way, on an H200 in single runs that
+are not recorded (us; bf16):
 - the product with the given tile behind all scores of the own tile, as FlashAttention-3 overlaps them: batch 128, 8192 keys,
   128 heads 583; between the two halves of the scores, so that the other half of its slot is free 576 clocks earlier, 508.
 - the slot told as a constant: the compiler keeps the addresses of all products, and spills 520 bytes.
