@@ -104,6 +104,30 @@ def test_every_turn_comes(lengths, window, goes_up):
         assert (taken[::-1] if goes_up else taken) == list(range(len(taken)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
+def test_groups_of_the_fixed_order(seqlen, head_dim):
+    """The same on every GPU: the order of sums hangs on them. Without a mask a tile has twice as many steps as tiles of its
+    head run at once; causal, a group has a tile for each program, or half of the heads, and as many go down as are in it."""
+    from dataclasses import replace
+
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    for right in (None, 0):
+        problem = AttentionProblem(
+            2, seqlen, seqlen, 8, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0, window=(None, right),
+            deterministic=True,
+        )  # fmt: skip
+        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+        heads, down = backward.heads_in_groups(problem, config)
+        assert (heads, down) == backward.heads_in_groups(problem, replace(config, num_programs=114))
+        if right is None:
+            assert down == 0 and (heads == 1 or 2 * 132 / heads <= 1.5 * seqlen / config.tile_m)
+        else:
+            assert heads == down <= 8 and (heads == 8 or heads * -(-seqlen // config.tile_n) >= 132)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tail_heads", [0, 1, 2, 6])
 def test_who_is_waited_for_has_begun(tail_heads, packed):
