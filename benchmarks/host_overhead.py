@@ -58,9 +58,11 @@ def bare(function):
     run = Launches.run
 
     def keeping(self):
+        again = run.__get__(self)
+
         def launch(*tensors):
-            kept.append((run.__get__(self), tensors))
-            kept[-1][0](*tensors)
+            kept.append((again, tensors))
+            again(*tensors)
 
         return launch
 

@@ -104,28 +104,35 @@ def test_every_turn_comes(lengths, window, goes_up):
         assert (taken[::-1] if goes_up else taken) == list(range(len(taken)))
 
 
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
-def test_groups_of_the_fixed_order(seqlen, head_dim):
+def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
     """The same on every GPU: the order of sums hangs on them. Without a mask a tile has twice as many steps as tiles of its
-    head run at once; causal, a group has a tile for each program, or half of the heads, and as many go down as are in it."""
+    head run at once; causal, a group has a tile for each program, or half of the heads, and as many go down as are in it. The
+    heads of a group never become more with the length."""
     from dataclasses import replace
 
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem
 
-    for right in (None, 0):
+    def groups(seqlen, num_programs):
         problem = AttentionProblem(
-            2, seqlen, seqlen, 8, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0, window=(None, right),
-            deterministic=True,
+            2, seqlen, seqlen, 8 * group_size, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0,
+            window=(None, 0 if causal else None), deterministic=True,
         )  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        heads, down = backward.heads_in_groups(problem, config)
-        assert (heads, down) == backward.heads_in_groups(problem, replace(config, num_programs=114))
-        if right is None:
-            assert down == 0 and (heads == 1 or 2 * 132 / heads <= 1.5 * seqlen / config.tile_m)
-        else:
-            assert heads == down <= 8 and (heads == 8 or heads * -(-seqlen // config.tile_n) >= 132)
+        return *backward.heads_in_groups(problem, replace(config, num_programs=num_programs)), config
+
+    group, down, config = groups(seqlen, 132)
+    assert groups(seqlen, 114)[:2] == (group, down)
+    assert 1 <= groups(2 * seqlen, 132)[0] <= group
+    if causal:
+        assert group == down <= 8 and (group == 8 or group * -(-seqlen // config.tile_n) >= 132)
+    else:
+        steps = -(-seqlen // config.tile_m) * group_size
+        assert down == 0 and (group == 1 or 2 * 132 / group <= 1.5 * steps)
 
 
 @pytest.mark.parametrize("packed", [False, True])

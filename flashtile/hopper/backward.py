@@ -96,8 +96,8 @@ do_bench, medians of three shuffled rounds of one run, +-2%; not recorded):
 
     256 with half of the heads in a group 1.07, 1.07, 1.12, 1.08, 1.11, 1.04, with twice as many 1.08, 1.08, 1.67, 1.59, 1.53,
     1.40: groups are as large as L2 allows. At head dim 64 and 512 tokens 1.10 with 16 heads, which are less than a tile a
-    program. A simulation of the order alone, with steps that take 10% more or less, has waits of under 1% of the time where
-    heads go up, 2 to 4% where they go down in such groups, and 5% without work at the end if the last group goes up too.
+    program. What the order alone does to waits, and to programs without work at the end, is simulated in
+    docs/guide/4-optimising.md.
 
 What did not help:
 
