@@ -8,7 +8,9 @@ def attention(
     q, k, v, *, causal=False, window=(None, None), softmax_scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
     dropout_p=0.0, deterministic=False, return_lse=False,
 ):  # fmt: skip
-    """Exact attention softmax(softmax_scale * q kᵀ + mask) v, without storing the scores. Differentiable in q, k, v and sinks.
+    """Exact attention softmax(softmax_scale * q kᵀ + mask) v, without storing the scores.
+
+    Differentiable in q, k, v, alibi_slopes and sinks.
 
     Inside torch.autocast q, k and v are cast to its dtype. Second derivatives and the transforms of torch.func are refused.
 
@@ -24,7 +26,7 @@ def attention(
         softmax_scale: multiplies q kᵀ; default head_dim ** -0.5.
         softcap: softcap * tanh(score / softcap) before the mask; 0.0 is off.
         alibi_slopes: (num_heads,) or (batch, num_heads), fp32; adds -slope * |i + seqlen_k - seqlen_q - j| to the score of
-            query i and key j. Not differentiable.
+            query i and key j.
         sinks: (num_heads,), floating; one more logit a head in the denominator only.
         dropout_p: probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2**-15; kept weights are
             divided by 1 - dropout_p. The mask comes from torch's default generator of q's device.

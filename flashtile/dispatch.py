@@ -1,9 +1,10 @@
 """plan(problem, device): which tier runs a problem, with which tiles, or the list of refusals. Pure, and cached.
 
-A tier is a module with DIRECTIONS ("forward", "backward") that it has kernels for, refuses(problem, device, direction) ->
-reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it imports its kernels only in
-bind_forward(problem, configs), which gives a function of operands, and bind_backward(problem, configs), a function of operands,
-out, lse, dout and dlse; each for many calls of one kind (see device/launch.py). With yields(problem, device, direction) ->
+A tier is a module with DIRECTIONS ("forward", "backward", "dslopes": the gradient of ALiBi's slopes) that it has kernels
+for, refuses(problem, device, direction) -> reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it
+imports its kernels only in bind_forward(problem, configs), which gives a function of operands, and in bind_backward(problem,
+configs) and bind_dslopes(problem, configs), functions of operands, out, lse, dout and dlse; each for many calls of one kind
+(see device/launch.py). With yields(problem, device, direction) ->
 reason or None it leaves to later tiers what they do faster. out and lse mean the same everywhere, so a backward may run on
 another tier than its forward. No tier is skipped silently: a plan carries every refusal before it.
 """
@@ -45,7 +46,7 @@ class Plan:
 
     def bind(self, direction, problem):
         """The tier's function for calls of one kind."""
-        return (self.module.bind_forward if direction == "forward" else self.module.bind_backward)(problem, self.configs)
+        return getattr(self.module, f"bind_{direction}")(problem, self.configs)
 
     def first(self, direction, problem, function, operands, *tensors):
         """Call the function of bind; if that takes over a second, and no such call was before, say what it compiles."""

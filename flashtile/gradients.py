@@ -13,3 +13,8 @@ def sinks_gradient(sinks, lse, delta):
     p_sink = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
     per_row = p_sink * delta
     return -per_row.sum(dim=tuple(i for i in range(per_row.dim()) if i != per_row.dim() - 2)).to(sinks.dtype)
+
+
+def slopes_gradient(slopes, of_sequences):
+    """dslopes, of the shape and dtype of slopes, from those of each sequence and head, (batch, num_heads)."""
+    return (of_sequences if slopes.dim() == 2 else of_sequences.sum(0)).to(slopes.dtype)

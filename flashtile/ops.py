@@ -28,6 +28,9 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
+torch.library.define(
+    "flashtile::dslopes", f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> Tensor"
+)
 _NUM_TENSORS = len(Operands._fields)
 
 
@@ -51,14 +54,14 @@ class _Call:
     Both directions use the tiers that the environment preferred when the call was first made.
     """
 
-    __slots__ = ("problem", "options", "tiers", "more", "forward", "backwards")
+    __slots__ = ("problem", "options", "tiers", "more", "forward", "others")
 
     def __init__(self, problem, options, operands):
         self.problem, self.options, self.tiers = problem, options, settings.preferred_tiers()
         # places of the operands beside q, k and v
         self.more = [i for i, x in enumerate(operands) if i > 2 and x is not None]
-        # functions of a tier, once it was called; backwards: by what a backward pass depends on beside the call
-        self.forward, self.backwards = None, Remembered()
+        # functions of a tier, once it was called; others: by direction, and what a backward pass depends on beside the call
+        self.forward, self.others = None, {"backward": Remembered(), "dslopes": Remembered()}
 
     def run_forward(self, operands):
         """out, lse."""
@@ -70,19 +73,20 @@ class _Call:
             output, self.forward = self.first("forward", operands)
         return output
 
-    def run_backward(self, operands, out, lse, dout, dlse):
-        """dq, dk, dv, dsinks (None without sinks)."""
+    def run_backward(self, operands, out, lse, dout, dlse, direction="backward"):
+        """dq, dk, dv, dsinks (None without sinks); or, as another direction, dslopes."""
         if dout.stride(-1) != 1:
             # autograd made it (out.sum() gives an expanded one); the caller can't do better
             dout = dout.contiguous()
         key = self.backward_key(operands, out, lse, dout, dlse)
-        function = self.backwards.get(key)
+        functions = self.others[direction]
+        function = functions.get(key)
         if function is not None and hardware.is_current(operands.q):
             return function(operands, out, lse, dout, dlse)
         with hardware.on_device_of(operands.q):
             if function is not None:
                 return function(operands, out, lse, dout, dlse)
-            gradients, self.backwards[key] = self.first("backward", operands, out, lse, dout, dlse)
+            gradients, functions[key] = self.first(direction, operands, out, lse, dout, dlse)
         return gradients
 
     def backward_key(self, operands, out, lse, dout, dlse):
@@ -147,6 +151,12 @@ def _with_dsinks(gradients):
     return dq, dk, dv, dq.new_empty((0,)) if dsinks is None else dsinks
 
 
+@torch.library.impl("flashtile::dslopes", ("CPU", "CUDA"))
+def _dslopes(dout, dlse, out, lse, *arguments):
+    operands, options = _split(arguments)
+    return _described(operands, options).run_backward(operands, out, lse, dout, dlse, "dslopes")
+
+
 @torch.library.register_fake("flashtile::forward")
 def _forward_fake(*arguments):
     operands, options = _split(arguments)
@@ -164,6 +174,12 @@ def _backward_fake(dout, dlse, out, lse, *arguments):
     return _with_dsinks((*gradients, None if sinks is None else sinks.new_empty(sinks.shape)))
 
 
+@torch.library.register_fake("flashtile::dslopes")
+def _dslopes_fake(dout, dlse, out, lse, *arguments):
+    slopes = Operands(*arguments[:_NUM_TENSORS]).alibi_slopes
+    return slopes.new_empty(slopes.shape)
+
+
 def _flops(mode, arguments):
     """What torch's FlopCounterMode counts; packed sequences by their lengths where these can be read without data of a GPU."""
     operands, options = _split(arguments)
@@ -177,11 +193,14 @@ def _flops(mode, arguments):
 flops.register({
     torch.ops.flashtile.forward: lambda *arguments, **_: _flops("fwd", arguments),
     torch.ops.flashtile.backward: lambda dout, dlse, out, lse, *arguments, **_: _flops("bwd", arguments),
+    # q kᵀ and dout vᵀ: as many as the forward's
+    torch.ops.flashtile.dslopes: lambda dout, dlse, out, lse, *arguments, **_: _flops("fwd", arguments),
 })  # fmt: skip
 
 
 forward_op = torch.ops.flashtile.forward.default
 backward_op = torch.ops.flashtile.backward.default
+dslopes_op = torch.ops.flashtile.dslopes.default
 
 
 # sinks are a parameter as a rule
@@ -219,27 +238,34 @@ def _keep(ctx, inputs, output):
     ctx.call, ctx.options = None, inputs[_NUM_TENSORS:]
 
 
-def _differentiate(ctx, dout, dlse):
-    """dq, dk, dv, dsinks; None for those that have none. ctx.call: None where the op ran, with its options."""
+def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
+    """dq, dk, dv, dsinks, dslopes; None for those not needed. ctx.call: None where the op ran, with its options."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         way_out = "flashtile.reference.naive.attention has second derivatives."
         raise UnsupportedError(explain("attention", "first derivatives only", "create_graph=True", way_out))
     if dout is None and dlse is None:
-        return None, None, None, None
+        return (None,) * 5
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     if ctx.call is not None and unobserved(tensors):
-        return ctx.call.run_backward(Operands(*tensors), out, lse, dout, dlse)
-    options = ctx.options if ctx.call is None else _flat(ctx.call.options)
-    dq, dk, dv, dsinks = backward_op(dout, dlse, out, lse, *tensors, *options)
-    return dq, dk, dv, None if tensors[Operands._fields.index("sinks")] is None else dsinks
+        given = Operands(*tensors), out, lse, dout, dlse
+        dq, dk, dv, dsinks = ctx.call.run_backward(*given)
+        dslopes = ctx.call.run_backward(*given, "dslopes") if needs_dslopes else None
+    else:
+        given = dout, dlse, out, lse, *tensors, *(ctx.options if ctx.call is None else _flat(ctx.call.options))
+        dq, dk, dv, dsinks = backward_op(*given)
+        dslopes = dslopes_op(*given) if needs_dslopes else None
+    return dq, dk, dv, dsinks if needs_dsinks else None, dslopes
+
+
+_SLOPES, _SINKS = (Operands._fields.index(name) for name in ("alibi_slopes", "sinks"))
 
 
 def _backward_of_op(ctx, dout, dlse):
-    dq, dk, dv, dsinks = _differentiate(ctx, dout, dlse)
-    needs_dsinks = ctx.needs_input_grad[Operands._fields.index("sinks")]
-    return dq, dk, dv, *(None,) * 5, dsinks if needs_dsinks else None, None, *(None for _ in ctx.options)
+    needs = ctx.needs_input_grad
+    dq, dk, dv, dsinks, dslopes = _differentiate(ctx, dout, dlse, needs[_SINKS], needs[_SLOPES])
+    return dq, dk, dv, *(None,) * (_SLOPES - 3), dslopes, dsinks, *(None for _ in needs[_SINKS + 1 :])
 
 
 torch.library.register_autograd("flashtile::forward", _backward_of_op, setup_context=_keep)
@@ -249,7 +275,7 @@ class _Attention(torch.autograd.Function):
     """The forward op's body with its gradient, for calls that nobody observes; with less host time than the op with its own."""
 
     @staticmethod
-    def forward(ctx, call, operands, q, k, v, sinks):
+    def forward(ctx, call, operands, q, k, v, sinks, slopes):
         output = call.run_forward(operands)
         ctx.save_for_backward(*output, *operands)
         ctx.set_materialize_grads(False)
@@ -258,8 +284,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        dq, dk, dv, dsinks = _differentiate(ctx, dout, dlse)
-        return None, None, dq, dk, dv, dsinks if ctx.needs_input_grad[5] else None
+        *_, needs_dsinks, needs_dslopes = ctx.needs_input_grad
+        return None, None, *_differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes)
 
 
 # Without what Function.apply does for torch.func first: no transform is active where this is called.
@@ -295,7 +321,7 @@ def attention(
         call = _known(operands, options)
     else:
         _refuse_transforms(operands)
-    if call is None or operands.alibi_slopes is not None:
+    if call is None:
         check_arguments(operands, **dict(zip(_OPTION_NAMES, options)))
         # a list has no hash
         options = (*options[:3], tuple(window), *options[4:])
@@ -306,14 +332,15 @@ def attention(
         operands, call = operands._replace(rng_state=draw_rng_state(q.device)), None
     if call is None and unobserved(operands):
         call = _described(operands, options)
-    sinks = operands.sinks
+    slopes, sinks = operands.alibi_slopes, operands.sinks
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or sinks is not None and sinks.requires_grad
+        or slopes is not None and slopes.requires_grad
     )
     if call is None:
         out, lse = forward_op(*operands, *_flat(options))
     elif needs_grad:
-        out, lse = _apply(call, operands, q, k, v, sinks)
+        out, lse = _apply(call, operands, q, k, v, sinks, slopes)
     else:
         out, lse = call.run_forward(operands)
     return (out, lse) if return_lse else out

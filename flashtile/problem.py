@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile import settings
-from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
+from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -228,9 +228,6 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
             if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, torch.SymInt)):
                 way_out = "Take it where the batch is packed: int(lengths.max()) waits for the device."
                 raise DtypeError(explain(name, "an int", type(value).__name__, way_out))
-    if operands.alibi_slopes is not None and operands.alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(explain("alibi_slopes", "slopes without a gradient", "requires_grad=True",
-                                       "Detach them: alibi_slopes.detach()."))  # fmt: skip
 
 
 def is_unaligned(x) -> bool:

@@ -34,6 +34,8 @@ class Case:
     softcap: float = 0.0
     # None, "heads" or "batch": the shape of the slopes
     alibi: str | None = None
+    # whether the slopes have a gradient
+    dslopes: bool = False
     # None, "fp32" or "same": their dtype
     sinks: str | None = None
     dropout_p: float = 0.0
@@ -123,6 +125,7 @@ class Case:
             slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
             if self.alibi == "batch":
                 slopes = slopes * torch.arange(1, batch + 1, device=device)[:, None]
+            slopes.requires_grad_(self.dslopes)
         sinks = None
         if self.sinks:
             sinks = draw(heads).to(torch.float32 if self.sinks == "fp32" else dtype).detach().requires_grad_()
@@ -262,13 +265,14 @@ CASES = [
     Case("large_scores", 65, 65, causal=True, magnitude=6.0),
     Case("softcap", 65, 65, softcap=2.0),
     Case("softcap_causal_gqa", 40, 70, heads=4, heads_kv=2, causal=True, softcap=10.0, magnitude=3.0, dlse=True),
-    Case("alibi", 65, 65, heads=4, heads_kv=4, alibi="heads"),
-    Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch"),
+    Case("alibi", 65, 65, heads=4, heads_kv=4, alibi="heads", dslopes=True),
+    Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch", dslopes=True),
     # The last keys come first: maxima that grow from tile to tile by little, or by much
     Case("alibi_dim_256", 20, 200, head_dim=256, alibi="heads"),
-    Case("alibi_scale_negative", 40, 70, causal=True, alibi="heads", softmax_scale=-0.2),
+    Case("alibi_scale_negative", 40, 70, causal=True, alibi="heads", dslopes=True, softmax_scale=-0.2),
     Case("large_scores_dim_256", 20, 200, heads=1, heads_kv=1, head_dim=256, magnitude=3.0),
-    Case("alibi_softcap_window", 70, 40, batch=2, heads=4, heads_kv=2, window=(20, 20), softcap=5.0, alibi="heads"),
+    Case("alibi_softcap_window", 70, 40, batch=2, heads=4, heads_kv=2, window=(20, 20), softcap=5.0, alibi="heads",
+         dslopes=True),
     Case("sinks", 65, 65, batch=2, sinks="fp32"),
     Case("sinks_causal_gqa", 65, 65, heads=4, heads_kv=2, causal=True, sinks="same", dlse=True),
     Case("sinks_empty_rows", 90, 33, causal=True, sinks="fp32", dlse=True),
@@ -279,11 +283,11 @@ CASES = [
     Case("dropout", 65, 65, batch=2, dropout_p=0.2),
     Case("dropout_causal_gqa", 50, 70, batch=2, heads=4, heads_kv=2, causal=True, dropout_p=0.5, dlse=True),
     Case("dropout_everything", 65, 65, heads=4, heads_kv=2, window=(40, 10), softcap=5.0, alibi="heads", sinks="fp32",
-         dropout_p=0.1),
+         dropout_p=0.1, dslopes=True),
     Case("dropout_dim_128", 130, 200, heads=4, heads_kv=2, head_dim=128, causal=True, dropout_p=0.2),
     Case("dropout_dim_256", 70, 140, head_dim=256, head_dim_v=192, window=(60, 30), dropout_p=0.2),
     Case("dropout_dim_160", 40, 65, heads=4, heads_kv=2, head_dim=160, window=(40, 10), softcap=5.0, alibi="heads",
-         sinks="fp32", dropout_p=0.1),
+         sinks="fp32", dropout_p=0.1, dslopes=True),
     Case("deterministic", 129, 129, heads=4, heads_kv=2, causal=True, deterministic=True),
     # Strides
     Case("heads_first", 65, 65, batch=2, layout="heads_first", causal=True),
@@ -302,12 +306,12 @@ CASES = [
     Case("varlen_empties", lengths=_EMPTIES, causal=True),
     Case("varlen_all_empty", lengths=((0, 0), (0, 0))),
     Case("varlen_tail", lengths=_RAGGED_CROSS, tail=9),
-    Case("varlen_no_queries", lengths=((0, 33),), tail=5, heads=1, heads_kv=1, alibi="batch", sinks="fp32"),
+    Case("varlen_no_queries", lengths=((0, 33),), tail=5, heads=1, heads_kv=1, alibi="batch", dslopes=True, sinks="fp32"),
     Case("varlen_window", lengths=_RAGGED_CROSS, window=(12, 6), tail=3),
     Case("varlen_used", lengths=_RAGGED, used=((30, 25), (0, 1), (64, 80)), causal=True),
     Case("varlen_used_k", lengths=_RAGGED_CROSS, used=((None, 50), (None, 0), (None, 64)), head_dim=40),
     Case("varlen_scores", lengths=_EMPTIES, heads=4, heads_kv=2, causal=True, softcap=5.0, alibi="batch", sinks="fp32",
-         dlse=True),
+         dlse=True, dslopes=True),
     Case("varlen_dropout", lengths=_RAGGED_CROSS, used=((30, 61), (70, 10), (1, 65)), dropout_p=0.3),
     Case("varlen_dim_192_128", lengths=((65, 70), (0, 40), (30, 0), (80, 61)), used=((60, 70), (0, 35), (30, 0), (80, 40)),
          head_dim=192, head_dim_v=128, causal=True),

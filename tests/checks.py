@@ -5,15 +5,15 @@ sees, must be exactly 0. Then, for out, lse and each gradient, against a float64
 
     largest error       <= 2 x that of the yardstick    + FLOOR_ULPS[dtype] ulps of the largest value
     root mean square    <= 1.5 x that of the yardstick  + a quarter of those ulps of the values' root mean square
-    cosine difference   <= COSINE_LIMIT[dtype], whatever the yardstick does (dsinks: + 2 x that of the yardstick)
+    cosine difference   <= COSINE_LIMIT[dtype], whatever the yardstick does (dsinks, dslopes: + 2 x that of the yardstick)
 
 The yardstick is `naive` in the dtype itself: products, scores and p rounded, as in PyTorch code written by hand. The floors
 are needed because it may happen to be exact; those of gradients grow with |lse|: a backward pass that recomputes p from an lse
 rounded to fp32 has it off by |lse| ulps of fp32. The three see different faults: one wrong element, many a little wrong, and
 one that the yardstick shares. Where dq or dk are 0 by cancellation everywhere (each query sees one key), VANISHING_ULPS of the
-largest possible terms are allowed instead. dsinks are a number a head, a sum over all rows of either sign: what rounding makes
-of a few of them is a matter of luck, so their yardstick is off by DSINKS_DEVIATIONS standard deviations of that at least.
-lse is fp32 whatever the dtype: its yardstick computes in fp32.
+largest possible terms are allowed instead. dsinks and dslopes are a number a head, a sum over all rows of either sign: what
+rounding makes of a few of them is a matter of luck, so their yardstick is off by DEVIATIONS standard deviations of that at
+least. lse is fp32 whatever the dtype: its yardstick computes in fp32.
 """
 
 from contextlib import contextmanager
@@ -23,6 +23,8 @@ import torch
 
 from flashtile import outputs
 from flashtile.reference import naive
+from flashtile.reference.lengths import sequences
+from flashtile.reference.scores import distances, logits
 
 # An fp32 kernel differs from the yardstick in the order of its sums and in exp2 against exp; a rounding dtype hides that.
 FLOOR_ULPS = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 8, torch.float64: 64}
@@ -31,11 +33,11 @@ LSE_FLOOR = {torch.float32: 2.0**-17, torch.float64: 1e-14}
 # three to seven times what the yardstick itself reaches in the worst case, large_scores
 COSINE_LIMIT = {torch.float16: 1e-4, torch.bfloat16: 2e-3, torch.float32: 5e-11, torch.float64: 1e-25}
 VANISHING_ULPS = 4
-DSINKS_DEVIATIONS = 2.5
+DEVIATIONS = 2.5
 
 
 def check_attention(case, dtype, device="cpu", fn=None, seed=0):
-    """Run a case forward and backward and compare out, lse, dq, dk, dv and dsinks.
+    """Run a case forward and backward and compare out, lse, dq, dk, dv, dsinks and dslopes.
 
     fn: takes the arguments of `flashtile.attention` (or `attention_varlen` for packed cases); default those two.
     Raises AssertionError, with every number that is too large.
@@ -49,10 +51,11 @@ def check_attention(case, dtype, device="cpu", fn=None, seed=0):
     problem = case.problem(operands)
     with torch.no_grad():
         yardstick["lse"] = naive.forward(operands, problem, torch.promote_types(dtype, torch.float32))[1]
-    if operands.sinks is not None:
-        noise = DSINKS_DEVIATIONS * dsinks_deviation(operands, case, reference, dtype)
-        if noise.max() > (yardstick["dsinks"].double() - reference["dsinks"]).abs().max():
-            yardstick["dsinks"] = reference["dsinks"] + noise
+    for name, deviation in (("dsinks", dsinks_deviation), ("dslopes", dslopes_deviation)):
+        if name in reference:
+            noise = DEVIATIONS * deviation(operands, case, reference, dtype)
+            if noise.max() > (yardstick[name].double() - reference[name]).abs().max():
+                yardstick[name] = reference[name] + noise
     lse_error = _lse_error(reference["lse"], yardstick["lse"].dtype)
     report = []
     for name in reference:
@@ -81,6 +84,8 @@ def run(fn, operands, case, like=None):
     inputs = {"dq": operands.q, "dk": operands.k, "dv": operands.v}
     if operands.sinks is not None:
         inputs["dsinks"] = operands.sinks
+    if operands.alibi_slopes is not None and operands.alibi_slopes.requires_grad:
+        inputs["dslopes"] = operands.alibi_slopes
     grads = torch.autograd.grad(outputs, list(inputs.values()), gradients)
     return {"out": out.detach(), "lse": lse.detach(), **dict(zip(inputs, grads, strict=True))}
 
@@ -134,8 +139,8 @@ def compare(name, actual, reference, yardstick, dtype, relative_floor=0.0, vanis
         ("largest error", ours.abs().max().item(), 2, theirs.abs().max().item(), floor),
         # of a few numbers it says no more than the largest, and less surely
         ("rms error", _rms(ours) if ours.numel() >= 32 else 0.0, 1.5, _rms(theirs), rms_floor),
-        # dsinks are few
-        ("cosine difference", _cosine_difference(actual, reference), 2 if name == "dsinks" else 0,
+        # these are few
+        ("cosine difference", _cosine_difference(actual, reference), 2 if name in ("dsinks", "dslopes") else 0,
          _cosine_difference(yardstick, reference), COSINE_LIMIT[dtype]),
     )
     lines = []
@@ -172,18 +177,37 @@ def _largest_term(operands, problem, case):
     return VANISHING_ULPS * eps * abs(problem.softmax_scale) * largest.item()
 
 
-def dsinks_deviation(operands, case, reference, dtype):
-    """Standard deviation of each of dsinks, where out is rounded to dtype before delta = sum(dout out) is made of it.
+def _delta_variance(case, reference, dtype):
+    """Of each row's delta = sum(dout out), of the shape of lse, where out is rounded to dtype before.
 
-    dsinks = -sum over rows of p(sink) (delta - dlse), and rounding moves a number by up to eps / 2 of it, evenly.
+    Rounding moves a number by up to eps / 2 of it, evenly.
     """
     out, lse = reference["out"], reference["lse"]
     dout, _ = case.output_gradients(out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32)))
-    p_sink = torch.exp(operands.sinks.detach().double()[:, None] - lse)
-    variance = p_sink.square() * (dout.double() * out).square().sum(-1).transpose(-1, -2)
+    variance = (dout.double() * out).square().sum(-1).transpose(-1, -2) * torch.finfo(dtype).eps ** 2 / 12
     # Rows of no sequence
-    variance = torch.where(torch.isfinite(lse), variance, 0.0).transpose(-1, -2)
-    return variance.reshape(-1, variance.shape[-1]).sum(0).sqrt() * torch.finfo(dtype).eps / 12**0.5
+    return torch.where(torch.isfinite(lse), variance, 0.0)
+
+
+def dsinks_deviation(operands, case, reference, dtype):
+    """Standard deviation of each of dsinks = -sum over rows of p(sink) (delta - dlse), by that of delta."""
+    p_sink = torch.exp(operands.sinks.detach().double()[:, None] - reference["lse"])
+    variance = torch.nan_to_num(p_sink.square() * _delta_variance(case, reference, dtype)).transpose(-1, -2)
+    return variance.reshape(-1, variance.shape[-1]).sum(0).sqrt()
+
+
+def dslopes_deviation(operands, case, reference, dtype):
+    """Standard deviation of each of dslopes = -sum of p (dp - delta) distance, by that of delta."""
+    cast, delta_variance = as_dtype(operands, torch.float64), _delta_variance(case, reference, dtype)
+    problem = case.problem(cast)
+    variance = delta_variance.new_zeros(problem.batch, problem.num_heads)
+    for seqs in sequences(cast, problem):
+        rows, cols = slice(0, seqs.seqlen_q), slice(0, seqs.seqlen_k)
+        scores = torch.einsum("bhgmd,bhnd->bhgmn", seqs.of_q(cast.q), seqs.of_k(cast.k)).detach()
+        p = torch.exp(logits(scores, rows, cols, seqs, cast.alibi_slopes.detach()) - seqs.of_lse(reference["lse"])[..., None])
+        distance = torch.nan_to_num(p * distances(rows, cols, seqs, p.device)).sum(-1)
+        seqs.of_heads(variance).add_((distance.square() * seqs.of_lse(delta_variance)).sum(-1, keepdim=True))
+    return (variance if operands.alibi_slopes.dim() == 2 else variance.sum(0)).sqrt()
 
 
 def _lse_error(lse, dtype):

@@ -164,11 +164,11 @@ def main():
                         dropout_p=0.5 if "rng_state" in more else 0.0, has_alibi="alibi_slopes" in more,
                         has_sinks="sinks" in more, **({"total_q": 320, "total_k": 320} if packed else {}),
                     )  # fmt: skip
-                    for direction in ("forward", "backward"):
+                    for direction in ("forward", "backward", *(["dslopes"] if problem.has_alibi and tier is portable else [])):
                         # To a forward, dlse is nothing: its call would be the plain one again.
                         if tier.refuses(problem, device, direction) or direction == "forward" and "dlse" in more:
                             continue
-                        bind = tier.bind_forward if direction == "forward" else tier.bind_backward
+                        bind = getattr(tier, f"bind_{direction}")
                         function = bind(problem, tier.configs(problem, device, direction))
 
                         def call(inputs, function=function, direction=direction, operands=operands):

@@ -29,14 +29,18 @@ def flat(operands, **options):
 
 
 @pytest.mark.parametrize(
-    "case", named("gqa", "sinks_causal_gqa", "dropout", "varlen_cross_causal", "dim_40_8"), ids=lambda c: c.name
-)
+    "case", named("gqa", "sinks_causal_gqa", "dropout", "varlen_cross_causal", "dim_40_8", "alibi_batch_causal"),
+    ids=lambda c: c.name,
+)  # fmt: skip
 def test_opcheck(case):
     arguments = flat(case.make(torch.float32), **case.options)
     torch.library.opcheck(ops.forward_op, arguments)
     out, lse = ops.forward_op(*arguments)
     dlse = torch.randn_like(lse) if case.dlse else None
-    torch.library.opcheck(ops.backward_op, (torch.randn_like(out), dlse, out, lse, *arguments))
+    gradients = torch.randn_like(out), dlse
+    torch.library.opcheck(ops.backward_op, (*gradients, out, lse, *arguments))
+    if case.alibi:
+        torch.library.opcheck(ops.dslopes_op, (*gradients, out, lse, *arguments))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -56,16 +60,34 @@ def test_fakes_have_the_real_shapes_and_strides(case):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
-    def step(q, k, v, sinks):
-        out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    def step(q, k, v, sinks, slopes):
+        out, lse = flashtile.attention(q, k, v, causal=True, sinks=sinks, alibi_slopes=slopes, return_lse=True)
         return out.square().sum() + lse.sum()
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seqlen in (16, 24):
-        inputs = [*qkv(seqlen, requires_grad=True), torch.randn(4, requires_grad=True)]
+        inputs = [*qkv(seqlen, requires_grad=True), *(torch.randn(4, requires_grad=True) for _ in range(2))]
         expected = torch.autograd.grad(step(*inputs), inputs)
         for got, want in zip(torch.autograd.grad(compiled(*inputs), inputs), expected):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_slopes_alone_have_a_gradient(shape):
+    """Once more by what found the first call's kind; and none where they want none."""
+    q, k, v = qkv(dtype=torch.float64)
+    slopes = torch.rand(shape, requires_grad=True)
+    wider = slopes.detach().double().requires_grad_()
+    distance = (torch.arange(16)[:, None] - torch.arange(16)).abs()
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 4 - wider[..., None, None] * distance
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v.repeat_interleave(2, 2))
+    (reference,) = torch.autograd.grad(expected.square().sum(), wider)
+    for _ in range(3):
+        out = flashtile.attention(q, k, v, alibi_slopes=slopes)
+        (dslopes,) = torch.autograd.grad(out.square().sum(), slopes)
+        assert dslopes.shape == shape and dslopes.dtype == torch.float32
+        torch.testing.assert_close(dslopes, reference.float())
+    assert not flashtile.attention(q, k, v, alibi_slopes=slopes.detach()).requires_grad
 
 
 def test_compile_packed():

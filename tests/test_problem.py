@@ -162,8 +162,6 @@ WRONG_CALLS = [
      "max_seqlen_q: expected an int, got Tensor. " + TAKE_EARLIER),
     (lambda: describe_packed(max_seqlen_k=None), DtypeError,
      "max_seqlen_k: expected an int, got NoneType. " + TAKE_EARLIER),
-    (lambda: describe(alibi_slopes=SLOPES.clone().requires_grad_()), UnsupportedError,
-     "alibi_slopes: expected slopes without a gradient, got requires_grad=True. Detach them: alibi_slopes.detach()."),
     # Rank, device, dtype, strides
     (lambda: describe(q=X[0]), ShapeError,
      "q: expected 4 dims (batch, seqlen, heads, dim), got shape (5, 4, 16). Add a batch dim with x.unsqueeze(0)."),
@@ -269,11 +267,6 @@ def test_wrong_call_is_explained(call, error, message):
 def test_errors_are_builtin_errors_too():
     assert all(issubclass(error, ValueError) for error in (ShapeError, DeviceError, ValueRangeError))
     assert issubclass(DtypeError, TypeError) and issubclass(UnsupportedError, NotImplementedError)
-
-
-def test_slopes_with_gradient_pass_where_none_is_wanted():
-    with torch.no_grad():
-        assert describe(alibi_slopes=SLOPES.clone().requires_grad_()).has_alibi
 
 
 @pytest.mark.gpu

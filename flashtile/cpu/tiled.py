@@ -4,7 +4,7 @@ from functools import partial
 
 from flashtile.reference import fa2, kvcache
 
-DIRECTIONS = ("forward", "backward", "decode")
+DIRECTIONS = ("forward", "backward", "dslopes", "decode")
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -23,6 +23,13 @@ def bind_forward(problem, configs):
 def bind_backward(problem, configs):
     def call(operands, *tensors):
         return fa2.backward(operands, problem, *tensors)
+
+    return call
+
+
+def bind_dslopes(problem, configs):
+    def call(operands, *tensors):
+        return fa2.dslopes(operands, problem, *tensors)
 
     return call
 

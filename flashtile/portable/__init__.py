@@ -4,8 +4,8 @@ import torch
 
 from flashtile import settings, tiles
 
-DIRECTIONS = ("forward", "backward", "decode")
-KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq")}
+DIRECTIONS = ("forward", "backward", "dslopes", "decode")
+KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq"), "dslopes": ("delta", "dq")}
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -51,6 +51,12 @@ def bind_backward(problem, configs):
     from flashtile.portable import backward
 
     return backward.bind(problem, configs)
+
+
+def bind_dslopes(problem, configs):
+    from flashtile.portable import backward
+
+    return backward.bind_dslopes(problem, configs)
 
 
 def bind_decode(problem, configs, operands):

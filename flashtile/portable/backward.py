@@ -4,10 +4,13 @@
     dscores = p * (dp - delta),  p = exp(logits - lse),  dp = dout vᵀ
     dv = pᵀ dout,  dk = scale * dscoresᵀ q                    one program a key tile, walking over query tiles and the group
     dq = scale * dscores k                                    one program a query tile, walking over key tiles
+    dslopes = -sum(dlogits * distance from the diagonal)      that walk without dq, where it is asked for
 
 Scores are recomputed in both main kernels: seven products instead of five, but no atomics, no fp32 dq in memory, no
 conversion pass, and the same bits in every run. Group heads are summed inside a program, so dk and dv of grouped queries
-are never repeated in memory. Takes every feature of `flashtile.attention`.
+are never repeated in memory. Takes every feature of `flashtile.attention`. dslopes come from this tier beside every GPU
+backward, for scores and dp once more: causal, 2 x 8192 tokens, head dim 128 2095 to 3350 us with the Hopper tier, 64 2780 to
+4160 (single runs).
 
 What limits it on an H200: registers. dk and dv of one key tile and two tiles of scores leave none over at head dim 128, and
 at 256 the dkdv kernel spills 232 bytes a thread and reaches 0.85 to 0.94 of SDPA's flash backend (paper-portable.json). Tried,
@@ -29,8 +32,8 @@ from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
-from flashtile.gradients import sinks_gradient
-from flashtile.outputs import gradients
+from flashtile.gradients import sinks_gradient, slopes_gradient
+from flashtile.outputs import fresh, gradients
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
 
@@ -72,9 +75,9 @@ def _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _p_and_dscores(raw_scores, dp, lse_log2, delta, kept, row_begin, col_begin, rows, cols, lengths, window, score_params,
+def _p_and_dlogits(raw_scores, dp, lse_log2, delta, kept, row_begin, col_begin, rows, cols, lengths, window, score_params,
                    slope, dropout, MASKED: tl.constexpr):  # fmt: skip
-    """(p as v was weighted with, gradient of scale * q kᵀ) of a tile in either orientation; all broadcast to its shape.
+    """(p as v was weighted with, gradient of the logits) of a tile in either orientation; all broadcast to its shape.
 
     rows, cols: row_begin, col_begin and on. kept: mask of the weights that dropout leaves.
     """
@@ -87,7 +90,7 @@ def _p_and_dscores(raw_scores, dp, lse_log2, delta, kept, row_begin, col_begin, 
     if dropout.rng_state is not None:
         weights = tl.where(kept, p, 0.0)
         dp = tl.where(kept, dp * dropout.keep_scale, 0.0)
-    return weights, scores.through_softcap(p * (dp - delta), raw_scores, score_params)
+    return weights, p * (dp - delta)
 
 
 @triton.jit
@@ -106,10 +109,12 @@ def _absorb_query_tile(
     if dropout.rng_state is not None:
         kept = kept.T
     cols = col_begin + tl.arange(0, TILE_N)
-    weights, dscores = _p_and_dscores(
-        dot(k, q.T), dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin, rows[None, :],
+    raw_scores = dot(k, q.T)
+    weights, dlogits = _p_and_dlogits(
+        raw_scores, dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin, rows[None, :],
         cols[:, None], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
+    dscores = scores.through_softcap(dlogits, raw_scores, score_params)
     dv = dot(weights.to(dout.dtype), dout, dv)
     dk = dot(dscores.to(q.dtype), q, dk)
     return dk, dv
@@ -162,31 +167,42 @@ def attention_dkdv(
 
 @triton.jit
 def _absorb_key_tile(
-    dq, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params,
+    acc, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params,
     slope, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, OF_SLOPES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq from one key tile."""
+    """dq from one key tile, or OF_SLOPES what each row adds to a slope's gradient."""
     rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
     k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
     v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
     kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
-    _, dscores = _p_and_dscores(
-        dot(q, k.T), dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin, rows[:, None],
+    raw_scores = dot(q, k.T)
+    _, dlogits = _p_and_dlogits(
+        raw_scores, dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin, rows[:, None],
         cols[None, :], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
-    return dot(dscores.to(k.dtype), k, dq)
+    if OF_SLOPES:
+        diagonal = row_begin + lengths.seqlen_k - lengths.seqlen_q - col_begin
+        in_rows, in_cols = tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :]
+        return acc + tl.sum(dlogits * scores.bias(in_rows, in_cols, diagonal, -1.0), 1)
+    else:
+        dscores = scores.through_softcap(dlogits, raw_scores, score_params)
+        return dot(dscores.to(k.dtype), k, acc)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_dq(
-    q, k, v, dout, lse, delta, dq, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
+    q, k, v, dout, lse, delta, dq, dslopes, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of TILE_M queries of one head; walks over the key tiles that they see, as the forward does."""
+    """One program a tile of TILE_M queries of one head; walks over the key tiles that they see, as the forward does.
+
+    dq: Rows; or None, and dslopes, fp32 (batch, num_heads, num_tiles): what each program adds to a slope's gradient.
+    """
+    OF_SLOPES: tl.constexpr = dslopes is not None
     work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
@@ -205,7 +221,7 @@ def attention_dq(
         delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
         lse_log2, row_delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, True)
         tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
-        acc = tl.zeros((TILE_M, BLOCK_D), tl.float32)
+        acc = tl.zeros((TILE_M,) if OF_SLOPES else (TILE_M, BLOCK_D), tl.float32)
         for part in tl.static_range(3):
             if part != 0 or window.left is not None:
                 begin, end = masks.part_of(tiles, part)
@@ -213,12 +229,16 @@ def attention_dq(
                     acc = _absorb_key_tile(
                         acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin,
                         n_tile, lengths, window, score_params, slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V,
-                        BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                        BLOCK_D, BLOCK_DV, WIDE, OF_SLOPES, MASKED=part != 1,
                     )  # fmt: skip
-        dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
-        store_tile(
-            dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE
-        )
+        if OF_SLOPES:
+            place = (work.batch * num_heads + work.head).to(tl.int64) * num_tiles + work.tile
+            tl.store(dslopes + place, tl.sum(acc, 0))
+        else:
+            dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
+            store_tile(
+                dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE
+            )
 
 
 def bind(problem, configs):
@@ -238,13 +258,36 @@ def bind(problem, configs):
     return call
 
 
+def bind_dslopes(problem, configs):
+    """As `bind`, of dslopes alone: scores and dp once more, two products beside the backward's. configs: {"delta", "dq"}."""
+    launches = Launches(partial(_start_dslopes, problem, configs))
+    num_tiles = triton.cdiv(problem.seqlen_q, configs["dq"].tile_m)
+    # Of query tiles; zeros, since sequences may have fewer than the longest
+    new_dslopes = fresh((problem.batch, problem.num_heads, num_tiles), torch.float32, zeros=True)
+
+    def call(operands, out, lse, dout, dlse):
+        dslopes = new_dslopes(lse)
+        launches.run(*operands, out, lse, dout, dlse, _allocate_like(lse, problem), dslopes)
+        return slopes_gradient(operands.alibi_slopes, dslopes.sum(-1))
+
+    return call
+
+
+def _start_dslopes(problem, configs, launch, *tensors):
+    *operands, out, lse, dout, dlse, delta, dslopes = tensors
+    operands = Operands(*operands)
+    common = common_arguments(problem, operands)
+    launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
+    launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, None, dslopes, launch)
+
+
 def _start(problem, configs, launch, *tensors):
     *operands, out, lse, dout, dlse, delta, dq, dk, dv = tensors
     operands = Operands(*operands)
     common = common_arguments(problem, operands)
     launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
     launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, (dk, dv), launch)
-    launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, dq, launch)
+    launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, dq, None, launch)
 
 
 def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, launch=launch_now):
@@ -273,13 +316,14 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
     _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
 
 
-def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, launch=launch_now):
-    """Write dq, of the shape of q, contiguous."""
-    dq = _allocate_like(operands.q, problem) if dq is None else dq
+def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslopes=None, launch=launch_now):
+    """Write dq, of the shape of q, contiguous, or where dslopes is given that alone."""
+    if dq is None and dslopes is None:
+        dq = _allocate_like(operands.q, problem)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     arguments = (
-        *_inputs(operands, lse, delta, dout), rows_of(dq), common.packing, common.window, common.score_params,
-        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        *_inputs(operands, lse, delta, dout), None if dq is None else rows_of(dq), dslopes, common.packing, common.window,
+        common.score_params, common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
     grid = schedule.grid_of(num_tiles, problem.num_heads, problem.batch)

@@ -12,11 +12,12 @@ sums in fp32 (fp64 for fp64).
 
 import torch
 
+from flashtile.gradients import slopes_gradient
 from flashtile.reference import softmax
 from flashtile.reference.dropout import drop, keep_scale
 from flashtile.reference.lengths import sequences, tiles
 from flashtile.reference.masks import key_range, query_range
-from flashtile.reference.scores import logits, softmax_scale, through_softcap, wide_dtype
+from flashtile.reference.scores import distances, logits, softmax_scale, through_softcap, wide_dtype
 
 TILE_M = 128
 TILE_N = 128
@@ -83,13 +84,7 @@ def backward(operands, problem, out, lse, dout, dlse=None, tile_m=TILE_M, tile_n
     dk, dv = operands.k.new_zeros(operands.k.shape), operands.v.new_zeros(operands.v.shape)
     dsinks = None if operands.sinks is None else dq.new_zeros(problem.num_heads)
     for seqs in sequences(operands, problem):
-        # A row without a key has lse -inf; with +inf its p comes out as 0.
-        lse_rows = seqs.of_lse(lse)
-        lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf"))
-        # (batch, heads_kv, group, seqlen_q). The sum over a row of p * dp, dropped or not, is that of dout * out.
-        delta = (seqs.of_q(dout).to(dtype) * seqs.of_q(out)).sum(-1)
-        if dlse is not None:
-            delta = delta - seqs.of_lse(dlse).to(dtype)
+        lse_rows, delta = _row_statistics(seqs, out, lse, dout, dlse)
         for cols in tiles(slice(0, seqs.seqlen_k), tile_n):
             dk_tile, dv_tile = _backward_tile(operands, seqs, cols, tile_m, dout, lse_rows, delta, seqs.of_q(dq))
             seqs.of_k(dk)[..., cols, :] = dk_tile
@@ -101,23 +96,55 @@ def backward(operands, problem, out, lse, dout, dlse=None, tile_m=TILE_M, tile_n
     return dq.to(operands.q.dtype), dk, dv, dsinks
 
 
+@torch.no_grad()
+def dslopes(operands, problem, out, lse, dout, dlse=None, tile_m=TILE_M, tile_n=TILE_N):
+    """The gradient of operands.alibi_slopes, with its shape and dtype; arguments as those of `backward`.
+
+    A score loses slope * distance of its key from the diagonal: dslope = -sum of dlogits * distance.
+    """
+    of_sequences = torch.zeros(problem.batch, problem.num_heads, dtype=lse.dtype, device=lse.device)
+    for seqs in sequences(operands, problem):
+        lse_rows, delta = _row_statistics(seqs, out, lse, dout, dlse)
+        for cols in tiles(slice(0, seqs.seqlen_k), tile_n):
+            for rows in tiles(query_range(cols, seqs), tile_m):
+                _, _, dlogits = _p_and_dlogits(operands, seqs, rows, cols, dout, lse_rows, delta)
+                distance = distances(rows, cols, seqs, dlogits.device)
+                seqs.of_heads(of_sequences).sub_((dlogits * distance).sum((-2, -1))[..., None])
+    return slopes_gradient(operands.alibi_slopes, of_sequences)
+
+
+def _row_statistics(seqs, out, lse, dout, dlse):
+    """lse and delta of the sequences' queries, (batch, heads_kv, group, seqlen_q)."""
+    # A row without a key has lse -inf; with +inf its p comes out as 0.
+    lse_rows = seqs.of_lse(lse)
+    lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf"))
+    # The sum over a row of p * dp, dropped or not, is that of dout * out.
+    delta = (seqs.of_q(dout).to(lse.dtype) * seqs.of_q(out)).sum(-1)
+    return lse_rows, delta if dlse is None else delta - seqs.of_lse(dlse).to(lse.dtype)
+
+
+def _p_and_dlogits(operands, seqs, rows, cols, dout, lse, delta):
+    """Of a tile, (batch, heads_kv, group, tile_m, tile_n): raw q kᵀ, p as v was weighted with, the gradient of the logits."""
+    dtype = lse.dtype
+    q_tile, dout_tile = (seqs.of_q(x)[..., rows, :].to(dtype) for x in (operands.q, dout))
+    k_tile, v_tile = (seqs.of_k(x)[..., cols, :].to(dtype) for x in (operands.k, operands.v))
+    scores = torch.einsum("bhgmd,bhnd->bhgmn", q_tile, k_tile)
+    p = torch.exp(logits(scores, rows, cols, seqs, operands.alibi_slopes) - lse[..., rows, None])
+    keep = keep_scale(rows, cols, seqs, operands.rng_state, dtype)
+    dp = drop(torch.einsum("bhgmd,bhnd->bhgmn", dout_tile, v_tile), keep)
+    return scores, drop(p, keep), p * (dp - delta[..., rows, None])
+
+
 def _backward_tile(operands, seqs, cols, tile_m, dout, lse, delta, dq):
     """One tile of keys against all queries that see it; adds to dq, returns dk and dv of the tile."""
-    problem, dtype = seqs.problem, lse.dtype
-    scale = softmax_scale(problem)
-    q, dout = seqs.of_q(operands.q), seqs.of_q(dout)
-    k_tile = seqs.of_k(operands.k)[..., cols, :].to(dtype)
-    v_tile = seqs.of_k(operands.v)[..., cols, :].to(dtype)
+    dtype, scale = lse.dtype, softmax_scale(seqs.problem)
+    k_tile, v_tile = (seqs.of_k(x)[..., cols, :].to(dtype) for x in (operands.k, operands.v))
     dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
     for rows in tiles(query_range(cols, seqs), tile_m):
-        q_tile, dout_tile = q[..., rows, :].to(dtype), dout[..., rows, :].to(dtype)
-        # (batch, heads_kv, group, tile_m, tile_n)
-        scores = torch.einsum("bhgmd,bhnd->bhgmn", q_tile, k_tile)
-        p = torch.exp(logits(scores, rows, cols, seqs, operands.alibi_slopes) - lse[..., rows, None])
-        keep = keep_scale(rows, cols, seqs, operands.rng_state, dtype)
-        dp = drop(torch.einsum("bhgmd,bhnd->bhgmn", dout_tile, v_tile), keep)
-        ds = through_softcap(p * (dp - delta[..., rows, None]), scores, problem)
-        dv_tile += torch.einsum("bhgmn,bhgmd->bhnd", drop(p, keep), dout_tile)
+        q_tile, dout_tile = (seqs.of_q(x)[..., rows, :].to(dtype) for x in (operands.q, dout))
+        scores, p, dlogits = _p_and_dlogits(operands, seqs, rows, cols, dout, lse, delta)
+        ds = through_softcap(dlogits, scores, seqs.problem)
+        dv_tile += torch.einsum("bhgmn,bhgmd->bhnd", p, dout_tile)
         dk_tile += torch.einsum("bhgmn,bhgmd->bhnd", ds, q_tile) * scale
         dq[..., rows, :] += torch.einsum("bhgmn,bhnd->bhgmd", ds, k_tile) * scale
     return dk_tile, dv_tile

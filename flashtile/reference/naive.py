@@ -1,6 +1,6 @@
 """The definition of attention, with the whole score matrix in memory; float64 is exact enough to be every test's oracle.
 
-Written with differentiable operations: autograd gives the gradients of q, k, v and sinks, through out and through lse.
+Written with differentiable operations: autograd gives the gradients of q, k, v, slopes and sinks, through out and through lse.
 """
 
 import torch

@@ -32,13 +32,18 @@ def logits(scores, rows: slice, cols: slice, seqs, alibi_slopes):
     scores = scores * softmax_scale(problem)
     if problem.softcap:
         scores = softcap(scores, problem.softcap)
-    row = positions(rows, scores.device)[:, None]
-    col = positions(cols, scores.device)[None, :]
     if alibi_slopes is not None:
         slope = seqs.of_heads(alibi_slopes).unsqueeze(-1).to(wide_dtype(scores.dtype))
-        scores = scores - (slope * (row + seqs.shift - col).abs()).to(scores.dtype)
+        scores = scores - (slope * distances(rows, cols, seqs, scores.device)).to(scores.dtype)
+    row = positions(rows, scores.device)[:, None]
+    col = positions(cols, scores.device)[None, :]
     mask = visible(row, col, seqs.shift, problem.window)
     return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def distances(rows: slice, cols: slice, seqs, device):
+    """Of keys from the diagonal of queries, (rows, cols), int64: what ALiBi multiplies with -slope."""
+    return (positions(rows, device)[:, None] + seqs.shift - positions(cols, device)[None, :]).abs()
 
 
 def through_softcap(dscores, scores, problem):

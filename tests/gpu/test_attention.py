@@ -123,7 +123,7 @@ def random_case(seed):
         softcap=kind.choice([0.0, 0.0, 5.0]), alibi=kind.choice([None, None, "heads", "batch"]),
         sinks=kind.choice([None, None, "fp32", "same"]), dropout_p=kind.choice([0.0, 0.0, 0.0, 0.25]), dlse=kind.random() < 0.3,
         layout=draw.choice(["contiguous", "heads_first", "sliced"]), lengths=lengths,
-        tail=draw.choice([0, 5]) if lengths else 0, deterministic=kind.random() < 0.3,
+        tail=draw.choice([0, 5]) if lengths else 0, deterministic=kind.random() < 0.3, dslopes=kind.random() < 0.5,
     )  # fmt: skip
 
 
