@@ -321,7 +321,8 @@ def decode_config(problem, device) -> DecodeConfig | None:
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
             if row.keys_a_sm is None or not _stays_whole(problem, row.config, device.num_sms):
-                return replace(row.config, whole=whole)
+                # Alone on its SM a program of 4 warps is faster than one of 8, see portable/decode.py
+                return replace(row.config, whole=True, num_warps=4) if whole else row.config
             if problem.batch * problem.num_heads_kv > device.num_sms:
                 return replace(row.config, whole=True)
             # One program to an SM: the next row has larger tiles

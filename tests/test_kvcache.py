@@ -78,8 +78,11 @@ def test_row_tiles_of_small_caches_stay_whole():
     def is_split(batch, capacity):
         problem = CacheProblem(batch=batch, capacity=capacity, seqlen_q=1, num_heads=32, num_heads_kv=8, head_dim=128,
                                head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
-        plan = plan_parts(problem, tiles.decode_config(problem, hardware.by_name("H200")), 132)
+        config = tiles.decode_config(problem, hardware.by_name("H200"))
+        plan = plan_parts(problem, config, 132)
         assert plan.balanced == (plan.slots > 0)
+        # one to an SM
+        assert not (config.whole and config.programs_per_sm == 1) or (config.tile_n, config.num_warps) == (128, 4)
         return plan.balanced
 
     assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (16, 2048)))
