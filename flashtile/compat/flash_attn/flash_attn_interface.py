@@ -55,7 +55,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
         causal: hide keys after the query, aligned bottom-right.
         window_size: (left, right) tokens around that diagonal; negative is unbounded.
         softcap: softcap * tanh(score / softcap); 0.0 is off.
-        alibi_slopes: (num_heads,) or (batch, num_heads), fp32.
+        alibi_slopes: (num_heads,) or (batch, num_heads), fp32; without a gradient, as in flash_attn.
         deterministic: the same bits in every backward pass.
         return_attn_probs: also return lse and S_dmask.
     Returns:
