@@ -117,15 +117,16 @@ def _scaled(x, factors):
 
 @gluon.jit
 def scale_rarely(acc, factors):
-    """`scale` by one number a row, where that is nearly always 1: a warp whose rows all have 1 multiplies nothing."""
+    """`scale` by one number a row, where that is nearly always 1."""
     if len(acc) == 1:
-        return (_scaled_rarely(acc[0], factors),)
+        return (scaled_rarely(acc[0], factors),)
     else:
-        return _scaled_rarely(acc[0], factors), _scaled_rarely(acc[1], factors)
+        return scaled_rarely(acc[0], factors), scaled_rarely(acc[1], factors)
 
 
 @gluon.jit
-def _scaled_rarely(x, factors):
+def scaled_rarely(x, factors):
+    """One tensor times one number a row, nearly always 1: a warp whose rows all have 1 multiplies nothing."""
     COLUMNS: gl.constexpr = x.shape[1]
     return gl.inline_asm_elementwise(_RESCALE[COLUMNS], _RESCALE_CONSTRAINTS[COLUMNS], [x, per_row(factors, x)],
                                      dtype=gl.float32, is_pure=True, pack=COLUMNS // 2)  # fmt: skip

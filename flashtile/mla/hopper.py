@@ -529,7 +529,7 @@ def _start_given(ring, state, acc, step, exists, use_acc):
     _wait_latent(ring, slot * 2 + 1 - slot, phase, pred=exists)
     row_max = gl.where(exists, ring.max_smem.index(slot).load(state.row_max.type.layout), NEG_INF)
     state, correction = softmax.rebase(state, row_max)
-    acc = columns.scale_rarely((acc,), correction)[0]
+    acc = columns.scaled_rarely(acc, correction)
     p = ring.rope_smem.index(slot).reshape([ROWS, TILE])
     c = ring.latent_smem.index(slot * 2 + 1 - slot).reshape([TILE, HALF])
     return state, warpgroup_mma(p, c, acc, use_acc=use_acc, is_async=True)
@@ -558,7 +558,7 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     fence_async_shared()
     mbarrier.arrive(ring.p_ready.index(slot), count=1)
     mbarrier.arrive(ring.q_free, count=1, pred=last)
-    acc = columns.scale_rarely((acc,), correction)[0]
+    acc = columns.scaled_rarely(acc, correction)
     c = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
     product = warpgroup_mma(columns.as_operand(p, acc), c, acc, use_acc=has_given, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[product])
