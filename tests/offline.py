@@ -79,35 +79,41 @@ def full_call(dim, dtype):
     return problem, operands
 
 
-def _launch(row, problem, operands):
-    """Launch one kernel as the portable tier does."""
+def _launch(kernel, row, problem, operands):
+    """Launch one kernel as the portable tier does. kernel: that of the row, or of a dq row dslopes."""
     out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
     lse = operands.q.new_empty(problem.lse_shape, dtype=torch.float32)
     common = common_arguments(problem, operands)
-    if row.kernel == "forward":
+    if kernel == "forward":
         forward.launch(problem, row.config, operands)
-    elif row.kernel == "delta":
+    elif kernel == "delta":
         backward.launch_delta(problem, row.config, common, out, lse, out, None)
-    elif row.kernel == "dkdv":
+    elif kernel == "dkdv":
         backward.launch_dkdv(problem, row.config, common, operands, lse, lse, out)
-    elif row.kernel == "dq":
+    elif kernel == "dq":
         backward.launch_dq(problem, row.config, common, operands, lse, lse, out)
+    elif kernel == "dslopes":
+        of_tiles = _empty(problem.batch, HEADS, triton.cdiv(problem.seqlen_q, row.config.tile_m), dtype=torch.float32)
+        backward.launch_dq(problem, row.config, common, operands, lse, lse, out, None, of_tiles)
     else:
-        raise ValueError(f"no launch is known for kernel {row.kernel!r}: add it here")
+        raise ValueError(f"no launch is known for kernel {kernel!r}: add it here")
 
 
 def compile_rows(arch, features=False):
     """Yield one dict a chosen row: what it is and what it costs, or the error that it met."""
-    for (row, dim, dtype, causal), smem_bytes in chosen_rows(arch, features).items():
+    rows = [(row.kernel, row, *rest, smem_bytes) for (row, *rest), smem_bytes in chosen_rows(arch, features).items()]
+    # Only calls with ALiBi have these
+    rows += [("dslopes", *rest) for kernel, *rest in rows if features and kernel == "dq"]
+    for kernel, row, dim, dtype, causal, smem_bytes in rows:
         problem, operands = full_call(dim, dtype) if features else plain_call(dim, dtype, causal)
         config = row.config
         mask = "all" if features else "causal" if causal else "full"
-        name = f"{row.kernel} d{dim} {str(dtype).removeprefix('torch.')} {mask}"
+        name = f"{kernel} d{dim} {str(dtype).removeprefix('torch.')} {mask}"
         tile = f"{config.tile_m}x{config.tile_n} warps{config.num_warps} stages{config.num_stages}"
-        result = {"kernel": row.kernel, "name": f"{name} {tile} sm_{arch}", "smem_bytes": smem_bytes}
+        result = {"kernel": kernel, "name": f"{name} {tile} sm_{arch}", "smem_bytes": smem_bytes}
         try:
             with offline.launches(arch) as reports:
-                _launch(row, problem, operands)
+                _launch(kernel, row, problem, operands)
         except Exception as error:
             yield result | {"error": f"{type(error).__name__}: {error}"[:2000]}
             continue

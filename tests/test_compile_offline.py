@@ -73,7 +73,7 @@ def test_rows_compile_without_spills(arch):
 def test_all_features_at_once_compile(arch):
     """Spills are allowed here: such a call is rare, and its tile is that of the plain one."""
     rows = _compile("features", arch)
-    assert len(rows) >= 4
+    assert {row["kernel"] for row in rows} == {"forward", "delta", "dkdv", "dq", "dslopes"}
     problems = [problem for row in rows for problem in _problems(row) if ": spills " not in problem]
     assert not problems, "\n" + "\n".join(problems)
 
