@@ -4,9 +4,9 @@ A tier is a module with DIRECTIONS ("forward", "backward", "dslopes": the gradie
 for, refuses(problem, device, direction) -> reason or None, and configs(problem, device, direction) -> {kernel: TileConfig}; it
 imports its kernels only in bind_forward(problem, configs), which gives a function of operands, and in bind_backward(problem,
 configs) and bind_dslopes(problem, configs), functions of operands, out, lse, dout and dlse; each for many calls of one kind
-(see device/launch.py). With yields(problem, device, direction) ->
-reason or None it leaves to later tiers what they do faster. out and lse mean the same everywhere, so a backward may run on
-another tier than its forward. No tier is skipped silently: a plan carries every refusal before it.
+(see device/launch.py). With yields(problem, device, direction) -> reason or None it leaves to later tiers what they do faster.
+out and lse mean the same everywhere, so a backward may run on another tier than its forward. No tier is skipped silently: a
+plan carries every refusal before it.
 """
 
 import logging

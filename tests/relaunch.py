@@ -164,7 +164,9 @@ def main():
                         dropout_p=0.5 if "rng_state" in more else 0.0, has_alibi="alibi_slopes" in more,
                         has_sinks="sinks" in more, **({"total_q": 320, "total_k": 320} if packed else {}),
                     )  # fmt: skip
-                    for direction in ("forward", "backward", *(["dslopes"] if problem.has_alibi and tier is portable else [])):
+                    for direction in (name for name in tier.DIRECTIONS if name != "decode"):
+                        if direction == "dslopes" and not problem.has_alibi:
+                            continue
                         # To a forward, dlse is nothing: its call would be the plain one again.
                         if tier.refuses(problem, device, direction) or direction == "forward" and "dlse" in more:
                             continue

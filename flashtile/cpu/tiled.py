@@ -21,15 +21,16 @@ def bind_forward(problem, configs):
 
 
 def bind_backward(problem, configs):
-    def call(operands, *tensors):
-        return fa2.backward(operands, problem, *tensors)
-
-    return call
+    return _of_problem(fa2.backward, problem)
 
 
 def bind_dslopes(problem, configs):
+    return _of_problem(fa2.dslopes, problem)
+
+
+def _of_problem(function, problem):
     def call(operands, *tensors):
-        return fa2.dslopes(operands, problem, *tensors)
+        return function(operands, problem, *tensors)
 
     return call
 

@@ -55,13 +55,14 @@ decode.json, whole by 8 warps, with 13.0 and 43.7); 8 heads of keys:
     whole            13.3     18.1      23.3      19.6    28.8     37.8     30.8    46.9
     cuDNN            12.9     18.0      23.7      21.0    28.1     39.0     30.8    45.7
 
-Whole, 128 keys by 4 warps instead of 8, us, medians of 7 shuffled rounds, cuDNN after it: 8, 512 14.37 to 13.92 (13.73), with
-64 heads 14.18 to 13.74 (13.60); 16, 512 19.14 to 18.82 (18.43); 8, 1k 20.10 to 19.58 (21.20); 16, 2k 45.73 to 45.47 (45.34);
-4, 512 with 32 heads of keys 18.83, 18.88 (18.14). 64 keys: 4 stages 15.6, 6 15.4, 8 warps 15.5, 2 warps 18.0; 32 keys 17.1 to
-18.9. Keys and values of the first two tiles asked for (prefetch.global.L2) before the length is there: 14.1 to 14.4; lines of a
-block table: 1, 8k, page 64 21.5 to 21.3. More of it whole: 16, 8k 137.1 to 134.6 (133.7), 128, 1k with 32 heads of keys 495.7
-to 488.1 (487.9), but a sequence longer than the others would be waited for. The next heads of the same sequence taken without
-looking all up, in the loop of a share: 488 to 855, 478 to 835 (128, 1k; 64, 8k): the loads are no longer made ahead.
+Whole, 128 keys by 4 warps instead of 8, us, single runs of 7 shuffled rounds, cuDNN after it: 8, 512 14.37 to 13.92 (13.73),
+with 64 heads 14.18 to 13.74 (13.60); 16, 512 19.14 to 18.82 (18.43); 8, 1k 20.10 to 19.58 (21.20); 16, 2k 45.73 to 45.47
+(45.34); 4, 512 with 32 heads of keys 18.83, 18.88 (18.14). 64 keys: 4 stages 15.6, 6 15.4, 8 warps 15.5, 2 warps 18.0; 32 keys
+17.1 to 18.9. Keys and values of the first two tiles asked for (prefetch.global.L2) before the length is there: 14.1 to 14.4;
+lines of a block table: 1, 8k, page 64 21.5 to 21.3. More of it whole: 16, 8k 137.1 to 134.6 (133.7), 128, 1k with 32 heads of
+keys 495.7 to 488.1 (487.9), but a sequence longer than the others would be waited for. The next heads of the same sequence
+taken without looking all up, in the loop of a share: 488 to 855, 478 to 835 (128, 1k; 64, 8k): the loads are no longer made
+ahead.
 
 What pages of 64 cost at batch 1 depends on the machine: on another H200 than the record's, in one process, 512 keys 10.2 and
 10.5, 2k 12.9 and 13.4, 8k 21.4 and 22.0, 32k 49.2 and 50.3 (2 to 5%, where decode.json has 8 to 15): there rows are slower.
