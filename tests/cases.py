@@ -267,6 +267,9 @@ CASES = [
     Case("softcap_causal_gqa", 40, 70, heads=4, heads_kv=2, causal=True, softcap=10.0, magnitude=3.0, dlse=True),
     Case("alibi", 65, 65, heads=4, heads_kv=4, alibi="heads", dslopes=True),
     Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch", dslopes=True),
+    # Where distances are differences: several tiles, rows without a key, a window's left edge
+    Case("alibi_empty_rows", 190, 133, heads=4, heads_kv=2, causal=True, alibi="heads", sinks="fp32", dlse=True, dslopes=True),
+    Case("alibi_dim_96_window", 150, 330, head_dim=96, window=(180, 0), alibi="heads", dlse=True),
     # The last keys come first: maxima that grow from tile to tile by little, or by much
     Case("alibi_dim_256", 20, 200, head_dim=256, alibi="heads"),
     Case("alibi_scale_negative", 40, 70, causal=True, alibi="heads", dslopes=True, softmax_scale=-0.2),
@@ -311,6 +314,8 @@ CASES = [
     Case("varlen_used", lengths=_RAGGED, used=((30, 25), (0, 1), (64, 80)), causal=True),
     Case("varlen_used_k", lengths=_RAGGED_CROSS, used=((None, 50), (None, 0), (None, 64)), head_dim=40),
     Case("varlen_scores", lengths=_EMPTIES, heads=4, heads_kv=2, causal=True, softcap=5.0, alibi="batch", sinks="fp32",
+         dlse=True, dslopes=True),
+    Case("varlen_alibi", lengths=_EMPTIES, heads=4, heads_kv=2, head_dim=128, causal=True, alibi="batch", dropout_p=0.2,
          dlse=True, dslopes=True),
     Case("varlen_dropout", lengths=_RAGGED_CROSS, used=((30, 61), (70, 10), (1, 65)), dropout_p=0.3),
     Case("varlen_dim_192_128", lengths=((65, 70), (0, 40), (30, 0), (80, 61)), used=((60, 70), (0, 35), (30, 0), (80, 40)),

@@ -28,7 +28,8 @@ SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
-    "features": {"window": (200, 100), "softcap": 20.0},
+    "bias": {"causal": True, "has_alibi": True},
+    "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
     "dropout": {"dropout_p": 0.1},
     # a threshold of 1
     "rare": {"dropout_p": 2**-15},
@@ -52,11 +53,14 @@ def _calls():
 
     seen = set()
     for number, row in enumerate(tiles.HOPPER):
-        for name in ("plain", "causal", "dropout"):
+        for name in ("plain", "causal", "bias", "dropout"):
+            # A product adds it where tiles of queries, keys and values have as many columns, up to 128
+            if name == "bias" and (row.block_dim > 128 or row.dims):
+                continue
             # Calls with dropout have the row of few keys
             if name == "dropout" and row.block_dim == 64 and row.max_seqlen is None:
                 continue
-            if (name == "dropout" or row.causal in (None, name == "causal")) and (row.block_dim, row.config, name) not in seen:
+            if (name == "dropout" or row.causal in (None, name != "plain")) and (row.block_dim, row.config, name) not in seen:
                 seen.add((row.block_dim, row.config, name))
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
@@ -78,7 +82,6 @@ def _compile(call):
 
     number, name = call
     row = tiles.HOPPER[number]
-    features = name == "features"
     # Of the eight heads of a group, which share tiles
     seqlen_q, num_heads, config = (16, 32, replace(row.config, heads=8)) if name == "heads" else (4096, 4, row.config)
     head_dim = head_dim_v = row.block_dim * 3 // 4 if name == "columns" else row.block_dim
@@ -93,13 +96,14 @@ def _compile(call):
     problem = AttentionProblem(
         batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
         head_dim_v=head_dim_v, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
-        softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0), has_alibi=features,
-        has_sinks=features,
+        softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0),
+        has_alibi=OPTIONS[name].get("has_alibi", False), has_sinks=name == "features",
     )  # fmt: skip
-    vector = torch.empty(4, device="meta") if features else None
+    vector = torch.empty(4, device="meta")
     rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
+    slopes, sinks = (vector if there else None for there in (problem.has_alibi, problem.has_sinks))
     with offline.launches(90, sass=True, ptxas=True) as reports:
-        forward.launch(problem, config, Operands(q, k, v, alibi_slopes=vector, sinks=vector, rng_state=rng_state))
+        forward.launch(problem, config, Operands(q, k, v, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state))
     kind = name, head_dim if row.dims else row.block_dim
     return {"call": f"row {number} d{head_dim} {name}", "kind": kind, **asdict(reports[-1])}
 

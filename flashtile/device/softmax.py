@@ -112,12 +112,32 @@ def _scale_sums(row_sum, correction):
 
 
 @gluon.jit
-def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr):
-    """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before."""
-    row_max = gl.maximum(state.row_max, _max_apart(logits) * scale_log2)
+def _largest_apart(logits, scale_log2, row_bias):
+    """The largest base-2 logit of each row."""
+    if row_bias is None:
+        return _max_apart(logits) * scale_log2
+    else:
+        return (_max_apart(logits) + row_bias) * scale_log2
+
+
+@gluon.jit
+def _weights(logits, scale_log2, reference, row_bias):
+    if row_bias is None:
+        return gl.exp2(logits * scale_log2 - reference[:, None])
+    else:
+        return gl.exp2(logits * scale_log2 - (reference - row_bias * scale_log2)[:, None])
+
+
+@gluon.jit
+def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr, row_bias=None):
+    """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before.
+
+    row_bias: what all logits of a row still lack, or None.
+    """
+    row_max = gl.maximum(state.row_max, _largest_apart(logits, scale_log2, row_bias))
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
-    p = gl.exp2(logits * scale_log2 - reference[:, None])
+    p = _weights(logits, scale_log2, reference, row_bias)
     sums = _sum_apart(p)
     if HOLD:
         sums = _hold(sums)
@@ -147,10 +167,10 @@ def update_lazily_apart(state, logits, scale_log2):
 
 
 @gluon.jit
-def begin_apart(logits, scale_log2, MASKED: gl.constexpr):
+def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None):
     """`begin`, as `update_apart`."""
-    row_max = _max_apart(logits) * scale_log2
-    p = gl.exp2(logits * scale_log2 - _reference(row_max, MASKED)[:, None])
+    row_max = _largest_apart(logits, scale_log2, row_bias)
+    p = _weights(logits, scale_log2, _reference(row_max, MASKED), row_bias)
     return OnlineSoftmax(row_max, _sum_apart(p)), p
 
 

@@ -11,7 +11,7 @@ from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
-from flashtile.device.scores import params_of
+from flashtile.device.scores import SMALLEST_UNIT, params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
 from flashtile.tiles import live_columns, padded_dim
@@ -19,6 +19,8 @@ from flashtile.tiles import live_columns, padded_dim
 ROWS = 64
 # Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
 REGISTERS = {2: 240, 3: 160, 4: 112}
+# Of a key, in the product that adds ALiBi's bias
+BIAS_BYTES = 32
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -167,6 +169,18 @@ def _half_first(problem, config):
     )  # fmt: skip
 
 
+def _bias_product(problem, block_d, block_dv):
+    """Whether a product adds ALiBi's bias: no key right of the diagonal is seen, so that distances are differences.
+
+    Where its operand takes the memory that out would have, out leaves through the queries', which have its shape.
+    """
+    right = problem.window[1]
+    return (
+        problem.has_alibi and right is not None and right <= 0 and not problem.softcap
+        and problem.softmax_scale >= SMALLEST_UNIT and block_dv == block_d < 256
+    )  # fmt: skip
+
+
 def forward_arguments(problem, config, operands, out, lse, table, counter):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None."""
     num_sms = hardware.detect(out.device).num_sms or 132
@@ -179,15 +193,17 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     describe = packed_descriptor if problem.varlen else descriptor
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
     dropout = dropout_of(problem, operands.rng_state)
-    split_q, own_out = buffers(config, block_d, block_dv, 227 << 10, itemsize)
+    bias = _bias_product(problem, block_d, block_dv)
+    split_q, own_out = buffers(config, block_d, block_dv, (227 << 10) - bias * config.tile_n * BIAS_BYTES, itemsize)
     live_d = live_columns(problem.head_dim, block_d)
     rest = live_d - block_d // 2 if config.rest_apart else 0
+    out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
     arguments = (
         describe(operands.q, ROWS, block_d // 2 if split_q else block_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
         describe(operands.k, config.tile_n, block_d // 2 if rest else block_d),
         describe(operands.k, config.tile_n, rest) if rest else None, describe(operands.v, config.tile_n, block_dv),
-        describe(out, ROWS, block_dv if own_out or rest else block_dv // 2, config.heads), lse, counter, table,
+        describe(out, ROWS, out_columns, config.heads), lse, counter, table,
         Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
@@ -205,5 +221,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "MASK_OTHERS": left is not None or right is not None and (problem.varlen or diagonal not in (0, queries - 1)),
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
+        "BIAS": bias,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

@@ -30,6 +30,8 @@ Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
 take: see `hopper.refuses`.
 
+ALiBi, where it is a difference of positions (keys up to the diagonal, head dims to 128): a product more (`_bias_operand`).
+
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
 What limits it (times in benchmarks/results/nvidia-h200/paper.json; attention-counters.json, FA3's in forward-counters.json):
@@ -106,6 +108,12 @@ cuDNN and FA3 beside it, each once):
   241.9; 1024 keys of head dim 96 133.6 to 130.1, of 192/128 186.5 to 174.5. With more keys nothing or less than that: 4096 444
   and 445, 8192 834 and 843, 16384 1626 and 1650; 192/128, 8192 keys 487 and 486. With a softcap 322 to 351, with ALiBi 253 to
   266, so not there; why is not known.
+- ALiBi where no key right of the diagonal is seen: a product of 16 columns more adds slope times the key's place in its tile
+  (the slope in three parts of bf16; places are exact), and the softmax a number a row: 14 instructions a step beside those
+  without ALiBi, where there were 98. us, in brackets without ALiBi: 2 x 8192 head dim 128 960 to 876 (891), 64 1280 to 1101
+  (1101), 96, 4 x 4096, 476 to 433 (434); 16 x 1024 179 to 168 (149: half tiles and buffers for out, which ALiBi has not). It is
+  the last product: as the first, lse of two of 1,000 random configurations was off by 1.1 and 1.6 times its bound, by an
+  emulation that cuts sums to 24 bits at each 16 columns, and 0.25 of it as the last.
 
 Tried (the same: TFLOP/s of single runs, each interleaved with what it is compared to, not recorded):
 - key positions of the mask from the start of the sequence instead of the tile's first: causal 512 keys, head dim 128: 325
@@ -139,16 +147,15 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   1076 to 1104, 256 causal 768 to 796. By a micro-benchmark a multiply-add issues every clock with either, a maximum every two.
 - acc rescaled only where a maximum grew by much, at head dims 64 and 128, beside the held wait: us, 128 causal 8192 839 to 879,
   512 92.8, full 8192 1661 to 1687; 64 causal 8192 1076 to 1124; 96 full 795 to 788.
+- one loop over all steps of a program, those of borders too, with a branch for what comes before a tile and one for what comes
+  after, so that a consumer goes through 1,060 instructions and not 1,200 to 1,400: the same bits; us, 128 causal 512 keys 88 to
+  95, 1024 143 to 156, 8192 860 to 957, full 512 143 and 143, 8192 1657 to 1744, a window of 1024 of 16k 273 to 299; 64 causal
+  8192 1069 to 1230, full 2065 to 2210. Weights are then packed under the next turn; packed before it, by an instruction that
+  can't move, 1840 instead of 1744.
 - head dim 64, two programs to a multiprocessor, so that one's border runs under the other's steps: two consumers of 64 keys
   with 104 registers, where p and the next scores side by side take 110, so the products of a consumer one after the other,
   without turns. us, causal 512 keys 124 to 117, but full 512 166 to 170, causal 1024 183 to 190, 2048 311 to 340, full 8192
   2009 to 2430: four consumers that hide each other's waits are no substitute for products in flight under a softmax.
-- ALiBi under a causal mask by a product of 16 columns more, slopes in three parts of bf16 times the column in its tile, and a
-  number a row in the softmax: 14 instructions a step beside those without ALiBi, where now there are 98. us, 2 x 8192 head dim
-  128 942 to 856 (811 without ALiBi), 64 1315 to 1139 (1023), 96, 4 x 4096, 473 to 424 (401); 16 x 1024 157 to 150 (136). Not
-  here yet: with it as the first product one chunk of 600 random configurations failed; by an emulation, where accumulators are
-  cut to 24 bits at each 16 columns, lse of two of that chunk is 1.1 and 1.6 times its bound off, and 0.25 of it at most where
-  it is the last product, which has not run.
 - a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.45 where both
   take turns at the power limit, ratios.json). By windows of 128 to 4096 a tile of queries takes 3.5 to 4 us beside its steps of
   1.35 us, and a window of 1024 has 9 of these for 8 that count; a masked step has 260 instructions more.
@@ -230,6 +237,8 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
+# Of the product that adds ALiBi's bias: the fewest that a product of bf16 has
+BIAS_COLUMNS = gl.constexpr(16)
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
 
@@ -245,6 +254,8 @@ class Ring(NamedTuple):
     v_smem: Any
     # one a consumer; q_smem where that has to serve
     out_smem: Any
+    # `_bias_columns`, where ALiBi's bias is added by a product
+    bias_smem: Any
     tile_smem: Any
     q_ready: Any
     q_free: Any
@@ -547,11 +558,45 @@ def _first_keys(tile, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-                  KEYS: gl.constexpr):  # fmt: skip
-    """Start q kᵀ of the first KEYS keys of a step, of LIVE_D columns; they must be there.
+def _bias_columns(KEYS: gl.constexpr):
+    """The right operand of a product that adds ALiBi's bias, with `_bias_operand`: a key's place in its tile, from the middle.
 
-    q_left: left half of q, and the slot has the right one; None: all of it.
+    In three columns, exactly: bf16 holds integers to 256.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    keys = gl.arange(0, KEYS, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, BIAS_COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BIAS_COLUMNS], gl.bfloat16)
+    places = gl.where(cols < 3, keys - KEYS // 2, 0).to(gl.bfloat16)
+    bias_smem = gl.allocate_shared_memory(gl.bfloat16, [KEYS, BIAS_COLUMNS], shared, places)
+    fence_async_shared()
+    return bias_smem
+
+
+@gluon.jit
+def _bias_operand(slope, TILE_N: gl.constexpr):
+    """The left operand: the slope, in three parts of bf16, which have all of its bits. slope: of `scores.load_slope`."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, columns.layout_of(TILE_N), 2)
+    cols = gl.arange(0, BIAS_COLUMNS, gl.SliceLayout(0, layout))[None, :] + gl.zeros([ROWS, BIAS_COLUMNS], gl.int32, layout)
+    first = (-slope).to(gl.bfloat16).to(gl.float32)
+    second = (-slope - first).to(gl.bfloat16).to(gl.float32)
+    third = -slope - first - second
+    return gl.where(cols == 0, first, gl.where(cols == 1, second, gl.where(cols == 2, third, 0.0))).to(gl.bfloat16)
+
+
+@gluon.jit
+def _row_bias(part, n_tile, lengths, slope, TILE_N: gl.constexpr):
+    """The bias of each row in the middle of a step's keys, to which the product adds the rest."""
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, columns.layout_of(TILE_N)))
+    return slope * (part.row_begin + lengths.seqlen_k - lengths.seqlen_q - n_tile * TILE_N - TILE_N // 2 + i).to(gl.float32)
+
+
+@gluon.jit
+def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+                  KEYS: gl.constexpr):  # fmt: skip
+    """Start q kᵀ of the first KEYS keys of a step, of LIVE_D columns, and what adds the bias; the keys must be there.
+
+    q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
     layout: gl.constexpr = columns.layout_of(KEYS)
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
@@ -564,7 +609,11 @@ def _start_scores(ring, q_slot, q_left, step, LIVE_D: gl.constexpr, TILE_N: gl.c
         q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
     k = _first_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, layout)
-    if q_left is None:
+    if bias is not None:
+        # Last: sums are cut to 24 bits at each 16 columns
+        raw = columns.contract(q, k, nothing, LIVE_D, USE_ACC=False)
+        return warpgroup_mma(bias, ring.bias_smem.permute((1, 0)), raw, is_async=True)
+    elif q_left is None:
         return columns.contract(q, k, nothing, LIVE_D, USE_ACC=False)
     elif not APART:
         raw = warpgroup_mma(q_left, k.slice(0, COLS, dim=1).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -598,8 +647,10 @@ def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexpr, LAZY: gl.constexpr):
-    """Logits of a step's scores, of all its keys or the first of them."""
+def _logits(raw, bias, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexpr, LAZY: gl.constexpr):
+    """Logits of a step's scores, of all its keys or the first of them, but for `_row_bias`."""
+    if bias is not None:
+        return raw
     KEYS: gl.constexpr = raw.shape[1]
     # A softcap without exponentials where these and products are what takes time; not at head dim 256
     THREAD: gl.constexpr = 0 if LAZY else ROWS * KEYS // 128
@@ -646,7 +697,7 @@ def _as_operand(p, kept, dropout, ring, acc):
 
 
 @gluon.jit
-def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr, HOLD: gl.constexpr):
+def _update(state, logits, scale_log2, row_bias, LAZY: gl.constexpr, MASKED: gl.constexpr, HOLD: gl.constexpr):
     """Softmax of one step. Nothing that follows waits before all exponentials are done (LAZY), or a quarter of them (HOLD);
     ptxas moves waits up."""
     if LAZY:
@@ -654,16 +705,16 @@ def _update(state, logits, scale_log2, LAZY: gl.constexpr, MASKED: gl.constexpr,
         row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
         return softmax.OnlineSoftmax(state.row_max, row_sum), p, correction
     else:
-        return softmax.update_apart(state, logits, scale_log2, MASKED, HOLD)
+        return softmax.update_apart(state, logits, scale_log2, MASKED, HOLD, row_bias)
 
 
 @gluon.jit
-def _begin(logits, scale_log2, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr):
+def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr):
     """State and p of a first step, whose keys past the columns of logits are hidden."""
     if LAZY:
         return softmax.begin(logits, scale_log2, MASKED)
     else:
-        state, p = softmax.begin_apart(logits, scale_log2, MASKED)
+        state, p = softmax.begin_apart(logits, scale_log2, MASKED, row_bias)
         if logits.shape[1] == TILE_N:
             return state, p
         else:
@@ -672,26 +723,29 @@ def _begin(logits, scale_log2, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED:
 
 @gluon.jit
 def _absorb_tile(
-    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout, num_heads,
-    HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
+    ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout,
+    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys."""
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, TILE_N)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, TILE_N)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, part, n_tile, lengths, slope, score_params, TILE_N, LAZY)
+    logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, TILE_N, LAZY)
+    row_bias = None
+    if bias is not None:
+        row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
     if MASKED:
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
             logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
     HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), LAZY, MASKED, HOLD)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED, HOLD)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
     acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
@@ -769,7 +823,7 @@ def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile."""
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
@@ -784,6 +838,9 @@ def _compute(
     some = whole.end > 0
     part = _consumer_part(whole, lengths, window, HEADS, TILE_N, CONSUMER)
     slope = scores.load_slope(score_params, part.batch, part.head)
+    bias = None
+    if BIAS:
+        bias = _bias_operand(slope, TILE_N)
     # Steps before the first of this tile whose values are still to be handed back
     skipped = whole.end - part.end
     _skip_keys(ring, 0, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
@@ -796,7 +853,7 @@ def _compute(
         q_left = _load_left(ring, left, left_phase, TILE_N, some)
     mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
     _wait_turn(CONSUMER, some)
-    raw = _start_scores(ring, q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
@@ -804,10 +861,13 @@ def _compute(
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    logits = _logits(raw, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
+    logits = _logits(raw, bias, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
     if MASK_FIRST:
         logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
-    state, p = _begin(logits, scale_log2, TILE_N, LAZY, MASK_FIRST)
+    row_bias = None
+    if bias is not None:
+        row_bias = _row_bias(part, part.end - 1, lengths, slope, TILE_N)
+    state, p = _begin(logits, scale_log2, row_bias, TILE_N, LAZY, MASK_FIRST)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
@@ -817,7 +877,7 @@ def _compute(
         last_step = step + part.end - 1
         for step in range(last_step - part.end + 2, last_step - part.begin + 1):
             state, acc, p = _absorb_tile(
-                ring, q_slot, q_left, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
+                ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
                 stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
             )  # fmt: skip
         last_step = last_step - part.begin
@@ -828,6 +888,8 @@ def _compute(
         more = next_whole.end > 0
         next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, CONSUMER)
         next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
+        if BIAS:
+            bias = _bias_operand(next_slope, TILE_N)
         skipped = part.begin - whole.begin
         if more:
             skipped += next_whole.end - next_part.end
@@ -841,7 +903,7 @@ def _compute(
             q_left = _load_left(ring, left, left_phase, TILE_N, more)
         mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
-        raw = _start_scores(ring, next_q_slot, q_left, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
+        raw = _start_scores(ring, next_q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
         product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
@@ -850,10 +912,13 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
+        logits = _logits(raw, bias, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
         if MASK_FIRST:
             logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
-        next_state, p = _begin(logits, scale_log2, TILE_N, LAZY, MASK_FIRST)
+        next_row_bias = None
+        if bias is not None:
+            next_row_bias = _row_bias(next_part, next_part.end - 1, next_lengths, next_slope, TILE_N)
+        next_state, p = _begin(logits, scale_log2, next_row_bias, TILE_N, LAZY, MASK_FIRST)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
@@ -870,11 +935,12 @@ def _compute(
         if dropout.rng_state is not None:
             inverse = inverse * dropout.keep_scale
         _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, lse_stride, num_heads,
-               CONSUMER if OWN_OUT else q_slot, None if OWN_OUT else left, HEADS, PACKED)  # fmt: skip
+               CONSUMER if OWN_OUT else q_slot, left if SPLIT_Q and not OWN_OUT else None, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
-            mbarrier.arrive(ring.q_free.index(left), count=1)
+            if SPLIT_Q:
+                mbarrier.arrive(ring.q_free.index(left), count=1)
         q_slot = next_q_slot
         state = next_state
         slope = next_slope
@@ -899,7 +965,7 @@ def _allocate_slots(desc, NUM_SLOTS: gl.constexpr):
 
 @gluon.jit
 def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr):  # fmt: skip
+              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
     if q_rest_desc is None:
         q_smem = _allocate_slots(q_desc, Q_SLOTS)
@@ -911,6 +977,10 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CO
         out_smem = _allocate_slots(out_desc, NUM_CONSUMERS)
     else:
         out_smem = q_smem
+    if BIAS:
+        bias_smem = _bias_columns(k_desc.block_type.shape[-2])
+    else:
+        bias_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_smem = _allocate_slots(k_desc, NUM_STAGES)
     if k_rest_desc is None:
@@ -918,7 +988,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CO
     else:
         k_rest_smem = _allocate_slots(k_rest_desc, NUM_STAGES)
     return Ring(
-        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem, tile_smem,
+        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem, bias_smem, tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
@@ -935,9 +1005,10 @@ def attention_forward(
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
     NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
     MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
-    counter: int32 (2,) of 0.
+    counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is.
 
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
     """
@@ -947,7 +1018,8 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT)
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT,
+                     BIAS)  # fmt: skip
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
@@ -955,10 +1027,10 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 0)),
+                        HALF_FIRST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 1)),
+                        HALF_FIRST, BIAS, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
@@ -966,13 +1038,13 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 0)),
+                        HALF_FIRST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 1)),
+                        HALF_FIRST, BIAS, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 2)),
+                        HALF_FIRST, BIAS, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -980,16 +1052,16 @@ def attention_forward(
                      HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 0)),
+                        HALF_FIRST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 1)),
+                        HALF_FIRST, BIAS, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 2)),
+                        HALF_FIRST, BIAS, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, PACKED, 3)),
+                        HALF_FIRST, BIAS, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
