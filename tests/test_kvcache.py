@@ -163,6 +163,7 @@ def test_a_repeated_launch_has_the_tensors_of_its_own_call(name, monkeypatch):
 
     monkeypatch.setattr(launch, "launch_now", launch_now)
     monkeypatch.setattr(launcher, "launcher_of", lambda compiled: launcher.Launcher(run, (0,), True, []))
+    monkeypatch.setattr(launcher, "preparer", lambda *_: None)
     monkeypatch.setattr(launcher.driver, "_active", SimpleNamespace(get_current_stream=lambda index: 0))
     call = decode.Call(problem, tiles.decode_config(problem, hardware.by_name("H200")), operands)
     for operands in (*calls, calls[1]):

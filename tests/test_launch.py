@@ -1,6 +1,8 @@
 """Launching again without Triton's look at the arguments."""
 
+import ctypes
 import importlib.util
+import struct
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +51,7 @@ def launched_again(monkeypatch):
     launches, stream = [], SimpleNamespace(get_current_stream=lambda index: 7)
     described = launcher.Launcher(lambda *arguments: launches.append(arguments), ("flags",), False, [])
     monkeypatch.setattr(launcher, "launcher_of", lambda compiled: described)
+    monkeypatch.setattr(launcher, "preparer", lambda *_: None)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=stream))
     return launches
 
@@ -96,6 +99,7 @@ def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
     calls = []
     utils = SimpleNamespace(launch=lambda *arguments: calls.append(arguments), fill_tma_descriptor=lambda *described: described,
                             fill_tma_descriptor_tiled=lambda *described: described)  # fmt: skip
+    monkeypatch.setattr(launcher, "preparer", lambda *_: None)
     monkeypatch.setattr(launcher.driver, "_active", SimpleNamespace(utils=utils, get_current_stream=lambda index: 7))
     described = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [16, 16], "fp4_padded": False}
     metadata = SimpleNamespace(tensordesc_meta=[described] if with_descriptor else None)
@@ -123,6 +127,66 @@ def test_the_launcher_gets_what_triton_gives_it(with_descriptor, monkeypatch):
     # the last may be a tuple or a list of arguments
     ours, tritons = ((*call[:-1], *call[-1]) if isinstance(call[-1], tuple | list) else call for call in calls)
     assert ours == tritons and ours[0] == 3 and ours[-1] == 64
+
+
+class Driver:
+    """Stands for the CUDA driver: has the layout of a kernel's arguments, and keeps what is launched."""
+
+    def __init__(self, layout):
+        self.layout, self.launched, self.status = layout, [], 0
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        if index.value == len(self.layout):
+            return 1
+        offset._obj.value, size._obj.value = self.layout[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        config = config._obj
+        values = [ctypes.string_at(at, size) for at, (_, size) in zip(parameters, self.layout)]
+        sizes = tuple(config.grid), tuple(config.block), config.shared_bytes
+        self.launched.append((*sizes, config.stream, config.num_attributes, function.value, values))
+        return self.status
+
+
+# x, the stride, a number and the scale, then Triton's two
+LAYOUT = [(0, 8), (8, 4), (16, 8), (24, 8), (32, 4), (40, 8), (48, 8)]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, LAYOUT[:-1], [*LAYOUT[:4], (36, 4), *LAYOUT[5:]]])
+def test_the_driver_starts_a_kernel_by_itself(layout, monkeypatch):
+    """With the arguments laid out as the driver has them; else Triton's launcher does."""
+    launcher = pytest.importorskip("flashtile.device.launcher")
+    driver, by_triton = Driver(layout), []
+    monkeypatch.setattr(launcher, "_cuda", lambda: driver)
+    described = launcher.Launcher(lambda *arguments: by_triton.append(arguments), ("flags",), False, [])
+    monkeypatch.setattr(launcher, "launcher_of", lambda compiled: described)
+    stream = SimpleNamespace(get_current_stream=lambda index: 7)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=stream))
+    signature = {"group": ("*fp32", "i32", ("*fp32", "constexpr", "i64")), "x": "fp32", "TILE": "constexpr", "DIM": "constexpr"}
+    run, metadata = dict(launch_cooperative_grid=False, launch_pdl=True), dict(num_ctas=1, num_warps=4, shared=1000)
+    compiled = Compiled(function=5, src=SimpleNamespace(signature=signature), run=SimpleNamespace(**run),
+                        metadata=SimpleNamespace(**metadata))  # fmt: skip
+    kernel = Kernel(compiled)
+
+    def start(launch, x, workspace):
+        launch(kernel, (3, 2), ((x, 9, (workspace[4:], None, 2**40)), 0.5), {"TILE": 16, "DIM": 64}, num_warps=4)
+
+    launches = Launches(start)
+    for _ in range(4):
+        x, workspace = torch.zeros(4), torch.zeros(8)
+        launches.run(x, workspace)
+    if layout is not LAYOUT:
+        assert len(by_triton) == 2 and not driver.launched
+        return
+    values = x.data_ptr(), 9, workspace.data_ptr() + 16, 2**40, 0.5, 0, 0
+    packed = [struct.pack(form, value) for form, value in zip("QiQqfQQ", values)]
+    assert not by_triton and len(driver.launched) == 2
+    assert driver.launched[-1] == ((3, 2, 1), (128, 1, 1), 1000, 7, 1, 5, packed)
+    # What the driver refuses Triton is asked for, which has an error for it
+    driver.status = 1
+    launches.run(x, workspace)
+    assert len(kernel.launches) == 3
 
 
 def test_a_view_of_no_argument_is_a_mistake(launched_again):

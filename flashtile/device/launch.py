@@ -1,8 +1,9 @@
 """Launch the kernels of a call again without Triton's look at every argument.
 
 `kernel[grid](...)` describes each argument to find the compiled kernel, checks each TMA descriptor and makes it anew: most of
-a small call's host time. `Launches` leaves that to the first two calls of a kind. After them it hands addresses to Triton's
-launcher, in a function that is compiled for the kind: a walk through nested arguments would take longer than a launch.
+a small call's host time. `Launches` leaves that to the first two calls of a kind. After them it hands addresses to the driver,
+or to Triton's launcher where a kernel takes TMA descriptors, in a function that is compiled for the kind: a walk through nested
+arguments would take longer than a launch.
 """
 
 MAX_REMEMBERED = 4096
@@ -48,13 +49,22 @@ def launch_now(kernel, grid, arguments, constexprs, **options):
 def _again(launched, tensors, through_triton):
     """A function of tensors that does the launches; None where Triton's version has a launcher that we don't know.
 
-    launched: (compiled kernel, grid, all its arguments) each. The text of the function is, for one kernel,
+    launched: (compiled kernel, grid, all its arguments) each. The text of the function is, for a kernel that the driver starts
+    and one that Triton's launcher does,
 
         def again(t0, t1, t2):
             if hooked(): return through_triton(t0, t1, t2)
             stream = current_stream(0)
             p0 = t0.data_ptr(); p1 = t1.data_ptr()
-            c0(132, 1, 1, stream, c1, c2[p0], 4096, 64, 1, (p1 + 512, None), 64)
+            launch = c4.pop() if c4 else c3()
+            words = launch.words
+            words[0] = p0
+            launch.config.stream = stream
+            if c2(*launch.arguments): return through_triton(t0, t1, t2)
+            c4.append(launch)
+            c5(132, 1, 1, stream, c6, c7[p0], 4096, 64, 1, (p1 + 512, None), 64)
+
+    A prepared launch is in nobody's list while it is filled: threads don't share one.
     """
     # Not before a kernel ran: a machine without Triton imports this module too
     from flashtile.device import launcher as triton_launcher
@@ -84,11 +94,14 @@ def _again(launched, tensors, through_triton):
             return address(value)
         return repr(value) if value is None or type(value) in (int, bool) else constant(value)
 
-    lines = []
-    for compiled, grid, arguments in launched:
-        launcher = triton_launcher.launcher_of(compiled)
-        if launcher is None:
-            return None
+    def by_driver(make, addresses):
+        start, make, spare = constant(triton_launcher.start_kernel()), constant(make), constant([])
+        filled = (f"words[{i}] = {address(x)}" for i, x in addresses)
+        return [f"launch = {spare}.pop() if {spare} else {make}()", "words = launch.words", *filled,
+                "launch.config.stream = stream", f"if {start}(*launch.arguments): return through_triton({parameters})",
+                f"{spare}.append(launch)"]  # fmt: skip
+
+    def by_triton(launcher, grid, arguments):
         words, descriptors = [], iter(launcher.descriptors)
         for value in arguments:
             if hasattr(value, "block_shape"):
@@ -97,12 +110,19 @@ def _again(launched, tensors, through_triton):
             else:
                 words.append(text(value))
         words = f"({', '.join(words)},)" if launcher.as_tuple else ", ".join(words)
-        before = ", ".join(map(text, (*grid, 1, 1)[:3]))
-        # The compiled kernel too: with it Triton may unload the code.
-        after = ", ".join(map(constant, launcher.constants))
-        lines.append(f"{constant(launcher.run)}({before}, stream, {after}, {words})")
-        constant(compiled)
+        before, after = ", ".join(map(text, (*grid, 1, 1)[:3])), ", ".join(map(constant, launcher.constants))
+        return f"{constant(launcher.run)}({before}, stream, {after}, {words})"
+
     parameters = ", ".join(f"t{i}" for i in range(len(tensors)))
+    lines = []
+    for compiled, grid, arguments in launched:
+        # With it Triton may unload the code.
+        constant(compiled)
+        launcher = triton_launcher.launcher_of(compiled)
+        if launcher is None:
+            return None
+        prepared = triton_launcher.preparer(compiled, grid, arguments)
+        lines += [by_triton(launcher, grid, arguments)] if prepared is None else by_driver(*prepared)
     index = next(x for x in tensors if x is not None).device.index
     body = [f"if hooked(): return through_triton({parameters})", f"stream = current_stream({index})",
             *(f"p{i} = t{i}.data_ptr()" for i in sorted(used)), *lines]  # fmt: skip
