@@ -4,6 +4,7 @@ Chosen by lookup and arithmetic, never by a search at the first call. A row of a
 that does not fit in the device's shared memory is passed over for the next smaller one. Imports neither triton nor a GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -256,9 +257,8 @@ class DecodeConfig:
 class DecodeRow(NamedTuple):
     """One entry: the largest padded head dim and element size, the most rows it is for, the arch, and where it comes from.
 
-    keys_a_sm: the most keys, of all heads of a full cache, for each multiprocessor; such a row is not for calls with a fixed
-    num_splits, whose results depend on no other sequence. pages: the most pages that a tile may fill, where it holds pages;
-    2 where row tiles stay whole.
+    pages: the most pages that a tile may fill, where it holds pages. when: a function of (problem, number of SMs) that tells
+    whether it is for a call; such a row is not for calls with a fixed num_splits, whose results depend on no other sequence.
     """
 
     block_dim: int
@@ -269,17 +269,47 @@ class DecodeRow(NamedTuple):
     # "" for any
     arch: str = ""
     source: str = ""
-    keys_a_sm: int | None = None
     pages: int | None = None
+    when: Callable | None = None
+
+
+def _few_keys(problem, num_sms) -> bool:
+    """Of all heads of a full cache, for each SM. Small tiles are faster up to 1,986, slower from 7,944; not tried between."""
+    return problem.batch * problem.num_heads_kv * problem.capacity <= 2048 * num_sms
+
+
+def _whole_is_as_fast(problem, num_sms) -> bool:
+    """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
+
+    A program alone on its SM takes a tile of 64 keys in about a third of the time that it takes all together, two to an SM, to
+    read one each, and the merge as long as 4 of these: fitted to single runs on an H200, see portable/decode.py.
+    """
+    row_tiles, key_tiles = problem.batch * problem.num_heads_kv, -(-problem.capacity // 64)
+    share = -(-row_tiles * key_tiles // (2 * num_sms))
+    return _few_keys(problem, num_sms) and 1 < share <= key_tiles <= 3 * share + 4
+
+
+def _whole_and_alone(problem, num_sms) -> bool:
+    """The same, with an SM for each program."""
+    return _whole_is_as_fast(problem, num_sms) and problem.batch * problem.num_heads_kv <= num_sms
+
+
+def _many_row_tiles(problem, num_sms) -> bool:
+    """So many, and so short, that programs end together whatever the lengths are."""
+    return problem.batch * problem.num_heads_kv >= 15 * num_sms and problem.capacity <= 1024
 
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
-_DECODE_SMALL = "an H200, single runs: faster up to 1,986 keys a multiprocessor, slower from 7,944 on; between: not tried"
+_DECODE_SINGLE = "single runs on an H200, see portable/decode.py"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
 # The first row that matches and fits is taken.
 DECODE = (
-    # Small caches: up to 134 MB of bf16 keys and values of head dim 128 on 132 multiprocessors
-    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SMALL, keys_a_sm=2048),
+    # Alone on its SM a program has larger tiles, and with 4 warps is faster than with 8
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 1, whole=True), "sm_90", _DECODE_SINGLE, pages=2, when=_whole_and_alone),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_whole_is_as_fast),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    # With 4 rows as fast as shares
+    DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=1),
     # From here on pages that are smaller: of 64 slots, single runs, 7% faster for ragged lengths, with 8 rows 3% slower
     DecodeRow(128, 2, 4, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
@@ -306,37 +336,16 @@ def decode_config(problem, device) -> DecodeConfig | None:
     itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
     block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     rows = problem.seqlen_q * problem.group_size
-    # lengths are on the device
-    keys = problem.batch * problem.num_heads_kv * problem.capacity
-    whole = False
     for row in DECODE:
         if (
             row.arch in (device.arch, "")
             and max(block_d, block_dv) <= row.block_dim
             and itemsize <= row.itemsize
             and (row.max_rows is None or rows <= row.max_rows)
-            and (row.keys_a_sm is None or not problem.num_splits and keys <= row.keys_a_sm * device.num_sms)
-            and (row.pages is None or not problem.page_size
-                 or 0 < problem.pages_of_tile(row.config.tile_n) <= (2 if whole else row.pages))
+            and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
+            # lengths are on the device
+            and (row.when is None or not problem.num_splits and row.when(problem, device.num_sms))
             and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
         ):
-            if row.keys_a_sm is None or not _stays_whole(problem, row.config, device.num_sms):
-                # Alone on its SM a program of 4 warps is faster than one of 8, see portable/decode.py
-                return replace(row.config, whole=True, num_warps=4) if whole else row.config
-            if problem.batch * problem.num_heads_kv > device.num_sms:
-                return replace(row.config, whole=True)
-            # One program to an SM: the next row has larger tiles
-            whole = True
+            return row.config
     return None
-
-
-def _stays_whole(problem, config, num_sms) -> bool:
-    """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
-
-    A program alone on its SM takes a key tile in about a third of the time that it takes all together to read one each, and the
-    merge as long as 4 of these: fitted to single runs on an H200, see portable/decode.py.
-    """
-    row_tiles = problem.batch * problem.num_heads_kv
-    key_tiles = -(-problem.capacity // config.tile_n)
-    share = -(-row_tiles * key_tiles // (config.programs_per_sm * num_sms))
-    return 1 < share <= key_tiles <= 3 * share + 4

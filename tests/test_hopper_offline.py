@@ -24,7 +24,7 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("bias", 64): 8}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
-                       ("plain", 192): 40, ("short", 128): 8}  # fmt: skip
+                       ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},

@@ -75,8 +75,8 @@ def test_row_tiles_of_small_caches_stay_whole():
     from flashtile import hardware, tiles
     from flashtile.portable.decode import plan_parts
 
-    def is_split(batch, capacity):
-        problem = CacheProblem(batch=batch, capacity=capacity, seqlen_q=1, num_heads=32, num_heads_kv=8, head_dim=128,
+    def is_split(batch, capacity, heads_kv=8):
+        problem = CacheProblem(batch=batch, capacity=capacity, seqlen_q=1, num_heads=32, num_heads_kv=heads_kv, head_dim=128,
                                head_dim_v=128, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)  # fmt: skip
         config = tiles.decode_config(problem, hardware.by_name("H200"))
         plan = plan_parts(problem, config, 132)
@@ -88,6 +88,9 @@ def test_row_tiles_of_small_caches_stay_whole():
     assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (16, 2048)))
     split = (1, 512), (2, 512), (1, 8192), (4, 2048), (8, 2048), (8, 4096), (64, 512), (16, 8192)
     assert all(is_split(*call) for call in split)
+    # many short row tiles; not with rows of a group, longer ones or fewer
+    assert not is_split(64, 1024, 32) and not is_split(128, 512, 32)
+    assert all(is_split(*call) for call in ((256, 1024, 8), (64, 2048, 32), (32, 1024, 32)))
 
 
 def test_fixed_splits_have_the_tiles_of_any_batch():

@@ -60,7 +60,11 @@ with 64 heads 14.18 to 13.74 (13.60); 16, 512 19.14 to 18.82 (18.43); 8, 1k 20.1
 (45.34); 4, 512 with 32 heads of keys 18.83, 18.88 (18.14). 64 keys: 4 stages 15.6, 6 15.4, 8 warps 15.5, 2 warps 18.0; 32 keys
 17.1 to 18.9. Keys and values of the first two tiles asked for (prefetch.global.L2) before the length is there: 14.1 to 14.4;
 lines of a block table: 1, 8k, page 64 21.5 to 21.3. More of it whole: 16, 8k 137.1 to 134.6 (133.7), 128, 1k with 32 heads of
-keys 495.7 to 488.1 (487.9), but a sequence longer than the others would be waited for. The next heads of the same sequence
+keys 495.7 to 488.1 (487.9), but a sequence longer than the others would be waited for. Not by much where row tiles are many and
+short, so there they stay whole, by 64x4 (`tiles.DECODE`); us, shares by 128x8 or, with pages, 64x4, then whole: 128, 1k with
+32 heads of keys 495 to 488, page 64 499 to 492, lengths from 100 on 315 to 288, with page 64 296 to 289; batch 64 259 to 257,
+ragged 164 to 147; but 32, 2k 257 to 272, and for groups of four no difference: 256, 1k with 8 heads of keys 259.6, 259.3. The
+next heads of the same sequence
 taken without looking all up, in the loop of a share: 488 to 855, 478 to 835 (128, 1k; 64, 8k): the loads are no longer made
 ahead.
 
