@@ -60,7 +60,8 @@ def attention_varlen(
         k: (total_k, num_heads_kv, head_dim).
         v: (total_k, num_heads_kv, head_dim_v).
         cu_seqlens_q: (batch + 1,), int32, on q's device; sequence b owns rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
-        cu_seqlens_k: (batch + 1,), int32; the same for k and v. A length may be 0.
+        cu_seqlens_k: (batch + 1,), int32; the same for k and v. A length may be 0. Where it is the same tensor object, causal
+            forwards on Hopper are faster: lengths are then known to be equal.
         max_seqlen_q: the longest query sequence, an int; a smaller value leaves rows out (FLASHTILE_DEBUG=1 checks).
         max_seqlen_k: the longest key sequence, an int.
         seqused_q: (batch,), int32; of sequence b only the first seqused_q[b] rows are used. Default all.

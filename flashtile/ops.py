@@ -12,7 +12,7 @@ from flashtile import dispatch, flops, hardware, settings
 from flashtile.calls import Calls
 from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
-from flashtile.problem import AttentionProblem, Operands, check_arguments, values_readable
+from flashtile.problem import AttentionProblem, Operands, check_arguments, has_same_lengths, values_readable
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -118,7 +118,7 @@ def _known(operands, options) -> _Call | None:
     if operands.cu_seqlens_q is not None and values_readable(operands.q):
         # Its values are checked each time
         return None
-    return _CALLS.find(operands, options)
+    return _CALLS.find(operands, (options, has_same_lengths(operands)))
 
 
 def _described(operands, options) -> _Call:
@@ -126,10 +126,11 @@ def _described(operands, options) -> _Call:
     call = _known(operands, options)
     if call is None:
         problem = _problem(operands, options)
-        call = _CALLS.find(operands, options)
+        asked = options, has_same_lengths(operands)
+        call = _CALLS.find(operands, asked)
         if call is None:
             call = _Call(problem, options, operands)
-            _CALLS.keep(operands, options, call)
+            _CALLS.keep(operands, asked, call)
     return call
 
 

@@ -39,6 +39,12 @@ class Operands(NamedTuple):
     rng_state: torch.Tensor | None = None
 
 
+def has_same_lengths(operands) -> bool:
+    """Whether packed queries and keys of each sequence are known to be as many; of a batched call it says nothing."""
+    same_starts = operands.cu_seqlens_q is operands.cu_seqlens_k
+    return same_starts and operands.seqused_q is None and operands.seqused_k is None
+
+
 class CallShape:
     """What follows from the fields of any described call."""
 
@@ -87,6 +93,8 @@ class AttentionProblem(CallShape):
     total_k: int | None = None
     has_seqused_q: bool = False
     has_seqused_k: bool = False
+    # Packed queries and keys of a sequence are as many: one tensor has their starts, and all are used.
+    same_lengths: bool = False
     # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
     wide_rows: bool = False
     # Rows of q, k or v do not all begin at multiples of 16 bytes.
@@ -141,11 +149,12 @@ class AttentionProblem(CallShape):
             dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None, has_sinks=operands.sinks is not None,
             deterministic=deterministic, return_lse=return_lse, total_q=total_q, total_k=total_k,
             has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
+            same_lengths=varlen and has_same_lengths(operands),
             wide_rows=widest >= 2**22, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
         )  # fmt: skip
 
     def __hash__(self):
-        # The shapes tell most problems apart, and to hash all twenty fields would cost each call.
+        # The shapes tell most problems apart, and to hash all fields would cost each call.
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim, self.window))
 
     @property

@@ -166,6 +166,9 @@ class Case:
             index[f"cu_seqlens_{name}"] = lengths.cumsum(0).to(torch.int32).to(device)
             if self.used is not None and self.used[0][side] is not None:
                 index[f"seqused_{name}"] = torch.tensor([pair[side] for pair in self.used], dtype=torch.int32, device=device)
+        if all(q == k for q, k in self.lengths):
+            # One tensor, as models have it
+            index["cu_seqlens_k"] = index["cu_seqlens_q"]
         return index
 
 
@@ -306,6 +309,8 @@ CASES = [
     Case("varlen_causal", lengths=_RAGGED, causal=True, heads=4, heads_kv=2),
     Case("varlen_cross_causal", lengths=_RAGGED_CROSS, causal=True, dlse=True),
     Case("varlen_one", lengths=((65, 65),), causal=True),
+    Case("varlen_causal_dim_128", lengths=((200, 200), (1, 1), (0, 0), (129, 129), (64, 64)), causal=True, head_dim=128,
+         dlse=True),
     Case("varlen_empties", lengths=_EMPTIES, causal=True),
     Case("varlen_all_empty", lengths=((0, 0), (0, 0))),
     Case("varlen_tail", lengths=_RAGGED_CROSS, tail=9),

@@ -82,8 +82,8 @@ def test_batched_call_is_described():
     assert dataclasses.asdict(problem) == dict(
         batch=2, seqlen_q=5, seqlen_k=7, num_heads=4, num_heads_kv=2, head_dim=16, head_dim_v=24, dtype=torch.float32,
         window=(3, 1), softmax_scale=0.25, softcap=0.0, dropout_p=0.0, has_alibi=False, has_sinks=False, deterministic=False,
-        return_lse=False, total_q=None, total_k=None, has_seqused_q=False, has_seqused_k=False, wide_rows=False,
-        unaligned=False,
+        return_lse=False, total_q=None, total_k=None, has_seqused_q=False, has_seqused_k=False,
+        same_lengths=False, wide_rows=False, unaligned=False,
     )  # fmt: skip
     assert (problem.varlen, problem.group_size, problem.lse_shape, problem.causal) == (False, 2, (2, 4, 5), False)
     assert describe(causal=True).causal and hash(problem) == hash(dataclasses.replace(problem))
@@ -94,6 +94,10 @@ def test_packed_call_is_described():
     assert (problem.batch, problem.seqlen_q, problem.total_q, problem.total_k) == (2, 5, 9, 9)
     assert (problem.varlen, problem.has_seqused_q, problem.has_seqused_k, problem.lse_shape) == (True, False, True, (4, 9))
     assert problem.has_alibi and problem.has_sinks
+    assert not problem.same_lengths and not describe_packed().same_lengths
+    starts = int32(0, 4, 9)
+    assert describe_packed(cu_seqlens_q=starts, cu_seqlens_k=starts).same_lengths
+    assert not describe_packed(cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=int32(3, 4)).same_lengths
 
 
 def test_given_scale_zero_is_kept():

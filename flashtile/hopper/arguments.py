@@ -157,14 +157,22 @@ def heads_in_groups(problem, config, num_tiles, num_sms):
     return (-(-(total_heads - tail) // groups) if groups else 1), tail
 
 
+def _shift(problem):
+    """How far the diagonal lies right of the first key, in tokens; None where packed sequences may have one each."""
+    if problem.varlen:
+        return 0 if problem.same_lengths else None
+    return problem.seqlen_k - problem.seqlen_q
+
+
 def _half_first(problem, config):
     """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
 
     With many keys that was no gain, nor with a softcap or ALiBi: see forward.py.
     """
+    shift = _shift(problem)
     return (
-        problem.causal and (problem.seqlen_k - problem.seqlen_q) % config.tile_n == 0 and problem.seqlen_k <= 2048
-        and config.queries == 2 * ROWS == config.tile_n and not config.lazy and not problem.varlen
+        problem.causal and shift is not None and shift % config.tile_n == 0 and problem.seqlen_k <= 2048
+        and config.queries == 2 * ROWS == config.tile_n and not config.lazy
         and not problem.softcap and not problem.has_alibi and not problem.dropout_p
     )  # fmt: skip
 
@@ -208,8 +216,9 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
-    queries = ROWS // config.heads
-    diagonal = 0 if right is None else (problem.seqlen_k - problem.seqlen_q + right) % queries
+    queries, shift = ROWS // config.heads, _shift(problem)
+    # The queries of a consumer on an aligned diagonal cut one key tile, on another two
+    aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "LIVE_D": live_d, "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
@@ -217,8 +226,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
-        # The queries of a consumer on an aligned diagonal cut one key tile, on another two
-        "MASK_OTHERS": left is not None or right is not None and (problem.varlen or diagonal not in (0, queries - 1)),
+        "MASK_OTHERS": left is not None or not aligned,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
         "BIAS": bias,
