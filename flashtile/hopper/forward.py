@@ -83,7 +83,7 @@ cuDNN and FA3 beside it, each once):
   8192 equal (662 and 657, causal 632 and 633). Head dim 256: full 753 to 685, causal equal.
 - products without columns of zeros (us): 192/128 causal 1089 to 995, full 2136 to 1901; 160 causal 1294 to 1126; 96 760 to 734.
 - packed calls, groups of heads of equal size: 2 x 8192 keys of 16 heads, causal, 901 to 839 us (dense 790).
-- packed calls whose queries and keys have one tensor of starts, so that the diagonal lies where a tile's queries begin: one tile
+- packed calls whose queries and keys have one tensor of starts, so that the diagonal lies where queries begin: one tile
   of a consumer is masked, and up to 2048 keys the first half of a tile stands alone. us, causal, 16 heads, 2 x 8192 906 to 881
   (dense 868), 16 x 1024 161 to 155 (145), of mixed lengths 184 to 174; 32 heads of dim 64 1161 to 1117 (1098), 16 x 1024 216 to
   199 (188); 8 heads of dim 256, 16 x 1024 147 to 147 (135).
