@@ -25,6 +25,8 @@ class MlaCase:
     heads_kv: int = 1
     head_dim: int = 576
     page_size: int = 64
+    # Tokens of memory between two pages
+    apart: int = 0
     causal: bool = False
     sinks: bool = False
     topk: int | None = None
@@ -66,7 +68,14 @@ class MlaCase:
                 arguments["topk_length"] = torch.tensor(self.topk_lengths, dtype=torch.int32)
         if self.sinks:
             arguments["sinks"] = torch.randn(self.heads, generator=generator)
-        return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        arguments = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        if self.apart:
+            cache = arguments["kv_cache"]
+            shape = num_pages, self.page_size + self.apart, *cache.shape[2:]
+            wide = torch.full(shape, NAN_BYTE if self.fp8 else float("nan"), dtype=cache.dtype, device=device)
+            wide[:, : self.page_size] = cache
+            arguments["kv_cache"] = wide[:, : self.page_size]
+        return arguments
 
     def _indices(self, table, generator):
         """Slots of a sequence's tokens in random order; where there are too few, -1 and slots past the end of the cache."""
@@ -105,8 +114,11 @@ CASES = (
     MlaCase("sparse_tokens", lengths=(200, 90), seqlen_q=3, topk=128, heads=2),
     MlaCase("sparse_few", lengths=(20, 0), topk=64, topk_lengths=(50, 64), sinks=True),
     MlaCase("sparse_split", lengths=(700,), topk=640, page_size=61),
+    MlaCase("sparse_apart", lengths=(200, 90), topk=128, apart=5),
     MlaCase("fp8", lengths=(150, 0), fp8=True),
+    MlaCase("fp8_apart", lengths=(150, 80), fp8=True, apart=2),
     MlaCase("sparse_fp8", lengths=(200, 90), seqlen_q=2, topk=128, topk_lengths=(128, 70), fp8=True, page_size=53),
+    MlaCase("sparse_fp8_apart", lengths=(200, 90), topk=128, fp8=True, page_size=53, apart=3),
 )
 BY_NAME = {case.name: case for case in CASES}
 
@@ -125,7 +137,7 @@ def random_case(seed):
         page_size=draw.choice([64, 64, 64, 1, 16, 53, 128, 576]), causal=not sparse and draw.random() < 0.5,
         sinks=draw.random() < 0.3, topk=topk,
         topk_lengths=tuple(draw.randint(0, topk) for _ in lengths) if sparse and draw.random() < 0.5 else None, fp8=fp8,
-        softmax_scale=draw.choice([None, 192**-0.5]),
+        softmax_scale=draw.choice([None, 192**-0.5]), apart=draw.choice([0, 0, 4]),
     )  # fmt: skip
 
 

@@ -54,6 +54,21 @@ are not recorded (us; bf16):
   clocks until TMA has filled half a slot are in the way; with a barrier each 64 columns 281 and 1018, since four loads take the
   producer 490 clocks to ask for.
   The own product before its probabilities are handed over 264 and 1002 where that was 256 and 986.
+- dense, the own product left to the next round, behind the scores of the tile between, so that those have the tensor cores to
+  themselves; scores then begin with the other partition's half, which is free first. 128 heads, 1 query token, 4096 and 8192
+  keys, then 2: 260, 524, 512, 991 to 278, 533, 512, 998 (without the wait for those scores 301, 602, 563, 1132); slots are held
+  longer, 16 heads 291 to 362. By then power is what is short: 2 query tokens and 8192 keys over and over draw 696 W at 1515 MHz,
+  cuBLAS's product of 8192 x 8192 693 W at 1500.
+- packed, as the sparse call above, in brackets from 32768 tokens only, which stay in L2; where the producer's warps wait is by
+  ncu, 6240 clocks a tile of which tensor cores were busy for 2176 and the producer for all: 430 (395). L2 asked for each 128
+  bytes, not 64, and after a tile, not before, since loads from shared memory queue behind: 403 (359). What leads to tokens by
+  copies, which wait for no load of a piece, and offsets of 32 bits, which end the spills: 386 (362). Tokens side by side not
+  divided by a page size: 384 (353). Packed dense, 8192 keys by 16 heads: 362 to 354.
+  On top, numbers unpacked to fp16, 4 instructions for 4 numbers instead of 12, with queries and tiles divided by powers of two so
+  that fp16 holds them: 379 (328), packed dense 304. That is worth its 100 lines when somebody needs it.
+  Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was 428: a
+  warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the unpacked,
+  16 registers on their way instead of 64: 481 where that was 427.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
@@ -89,8 +104,11 @@ MANY_ROWS = gl.constexpr(2**30)
 SCALES_BYTE = gl.constexpr(cache.SCALES_BYTE)
 PACKED_BYTES = gl.constexpr(cache.TOKEN_BYTES)
 ROPE_BYTE = gl.constexpr(cache.ROPE_BYTE)
+# Rows of a cache begin at multiples of so many bytes; offsets count them, so that 32 bits reach MAX_GATHERED_BYTES
+UNIT = gl.constexpr(16)
 # A tile's shared memory as int32
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+MAX_GATHERED_BYTES = 2**31 * UNIT.value
 # Of a consumer's thread; gathering takes registers of its own
 REGISTERS = 240
 REGISTERS_GATHERING = 192
@@ -114,6 +132,8 @@ class Ring(NamedTuple):
     bias_smem: Any
     # Pairs of scales of packed tokens; None where none are
     scale_smem: Any
+    # What leads to the packed tokens of the tile after the next; None where none are
+    entry_smem: Any
     q_ready: Any
     q_free: Any
     latent_ready: Any
@@ -246,17 +266,25 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
 
 @gluon.jit
 def _offsets(keys, entries, cols, length):
-    """Bytes from the first token of the cache to the tokens `cols`; negative where hidden."""
+    """From the first token of the cache to the tokens `cols`, in UNIT bytes; negative where hidden."""
     page, offset, visible = portable.place(keys, entries, cols, length)
-    offsets = page.to(gl.int64) * keys.latent.batch_stride + offset.to(gl.int64) * keys.latent.row_stride
-    return gl.where(visible & (cols < length), offsets, -16)
+    offsets = page * (keys.latent.batch_stride // UNIT).to(gl.int32) + offset * (keys.latent.row_stride // UNIT).to(gl.int32)
+    return gl.where(visible & (cols < length), offsets, -1)
+
+
+@gluon.jit
+def _bytes_at(keys, offsets, byte):
+    return keys.latent.ptr + (offsets.to(gl.int64) * UNIT + byte)
 
 
 @gluon.jit
 def _prefetch_packed(keys, offsets, pairs: gl.constexpr):
-    """Bring packed tokens to L2, two threads each."""
-    for first in gl.static_range(0, PACKED_BYTES, 128):
-        byte = first + 64 * gl.arange(0, 2, gl.SliceLayout(1, pairs))
+    """Bring packed tokens to L2, two threads each.
+
+    Loads from shared memory wait behind it, for about 100 clocks a line.
+    """
+    for first in gl.static_range(0, PACKED_BYTES, 256):
+        byte = first + 128 * gl.arange(0, 2, gl.SliceLayout(1, pairs))
         wanted = (offsets >= 0)[None, :] & (byte < PACKED_BYTES)[:, None]
         gl.inline_asm_elementwise(
             """{
@@ -265,14 +293,14 @@ def _prefetch_packed(keys, offsets, pairs: gl.constexpr):
             @wanted prefetch.global.L2 [$1];
             mov.u32 $0, 0;
             }""",
-            "=r,l,r", [(keys.latent.ptr + (offsets[None, :] + byte[:, None])).to(gl.int64), wanted.to(gl.int32)],
+            "=r,l,r", [_bytes_at(keys, offsets[None, :], byte[:, None]).to(gl.int64), wanted.to(gl.int32)],
             dtype=gl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @gluon.jit
 def _word_ptrs(keys, rows, byte, NUMBER: gl.constexpr, layout: gl.constexpr):
     """NUMBER words of each token from a byte on, as int32. rows: offsets of the tokens."""
-    begins = (keys.latent.ptr + (rows + byte)).to(gl.pointer_type(gl.int32), bitcast=True)
+    begins = _bytes_at(keys, rows, byte).to(gl.pointer_type(gl.int32), bitcast=True)
     return begins[:, None] + gl.arange(0, NUMBER, gl.SliceLayout(0, layout))[None, :]
 
 
@@ -308,10 +336,17 @@ def _load_piece(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
 def _copy_scales(ring, keys, offsets, slot, pairs: gl.constexpr):
     """The two scales of the half that comes first in a slot, then those of the other."""
     half = gl.arange(0, 2, gl.SliceLayout(1, pairs)) ^ slot
-    ptrs = keys.latent.ptr + (offsets[None, :] + (SCALES_BYTE + 8 * half)[:, None])
+    ptrs = _bytes_at(keys, offsets[None, :], (SCALES_BYTE + 8 * half)[:, None])
     async_copy.async_copy_global_to_shared(
         ring.scale_smem.index(slot).reshape([2, TILE]), ptrs.to(gl.pointer_type(gl.int64), bitcast=True),
         mask=(offsets >= 0)[None, :] & (half >= 0)[:, None])  # fmt: skip
+
+
+@gluon.jit
+def _copy_entries(ring, keys, sequence, cols, length):
+    """`portable.look_up` by copies; zeros where hidden."""
+    ptrs = portable.entry_ptrs(keys, sequence, cols)
+    async_copy.async_copy_global_to_shared(ring.entry_smem, ptrs, mask=cols < length)
 
 
 @gluon.jit
@@ -415,18 +450,18 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
 @gluon.jit
 def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
                    ROPE: gl.constexpr):  # fmt: skip
-    """The producer of packed tokens, which it unpacks. The rotary part is copied, and its copies tell the barrier themselves.
+    """The producer of packed tokens, which it unpacks. Copies of the rotary part tell the barrier themselves.
 
-    All pieces of tile i + 1 are on their way to registers while tile i is stored, tile i + 2 is asked for at L2, and what leads
-    to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard, so that who waits for one waits for all:
-    hence one wait a tile, and copies for the scales.
+    All pieces of tile i + 1 are on their way to registers while tile i is stored, then tile i + 2 is asked for at L2; what leads
+    to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard: who waits for one waits for all,
+    hence one wait a tile, and copies for the scales and for what leads to tokens. Loads of spilled registers wait for all, too.
     """
     # Pieces of 64 bytes, 16 a thread, so that a thread has two tokens; stored, they grow to half a row each
     layout: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [32, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [TILE, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     rope_layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [32, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [TILE, 32])
+        [[0, 1], [0, 2], [4, 0], [32, 0]], [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [TILE, 32])
     # Two threads a token. A warp has the tokens that it has in `layout`, so that conversions stay inside
     pairs: gl.constexpr = gl.DistributedLinearLayout(
         [], [[1, 0], [0, 1], [0, 2], [0, 4], [0, 32]], [[0, 8], [0, 16]], [], [2, TILE])
@@ -439,6 +474,8 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
         length = segment.length
         now, following, coming = _first_tokens(keys, segment, tokens)
         async_copy.wait_group(0)
+        partition_barrier()
+        ring.entry_smem.store(coming)
         _copy_scales(ring, keys, now, step & 1, pairs)
         async_copy.commit_group()
         rows = gl.convert_layout(now, row_layout)
@@ -451,32 +488,32 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
             cols = tile * TILE + gl.arange(0, TILE, tokens)
-            ahead = _offsets(keys, coming, cols + 2 * TILE, length)
-            _prefetch_packed(keys, ahead, pairs)
+            # Scales, and what leads to the tile after the next
+            async_copy.wait_group(0)
+            partition_barrier()
+            ahead = _offsets(keys, ring.entry_smem.load(tokens), cols + 2 * TILE, length)
             # The scorer's half first
             own = slot * 3
             other = slot * 2 + 1 - slot
             mbarrier.wait(ring.latent_free.index(own), free_phase)
-            # The scales
-            async_copy.wait_group(0)
-            partition_barrier()
             if ring.bias_smem is not None:
                 ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
             following_rows = gl.convert_layout(following, row_layout)
             for number in gl.static_range(8):
                 if number == 4:
                     mbarrier.arrive(ring.latent_ready.index(own), count=1)
-                    coming = portable.look_up(keys, sequence, cols + 3 * TILE, length)
                     mbarrier.wait(ring.latent_free.index(other), free_phase)
                     rope_rows = gl.convert_layout(now, gl.SliceLayout(1, rope_layout))
                     _copy_rope(ring, keys, rope_rows, ROPE_BYTE, slot, rope_layout)
                     async_copy.mbarrier_arrive(ring.latent_ready.index(other), increment_count=False)
                     _copy_scales(ring, keys, following, 1 - slot, pairs)
+                    _copy_entries(ring, keys, sequence, cols + 3 * TILE, length)
                     async_copy.commit_group()
                 smem = _words_of_half(ring, slot, slot if number < 4 else 1 - slot).slice(number % 4 * 32, 32, dim=1)
                 smem.store(_unpack(held[0], _load_scale(ring, number // 2, slot, row_layout)))
                 held = held[1:] + (_load_piece(keys, following_rows, number, 1 - slot, layout),)
             mbarrier.arrive(ring.latent_ready.index(other), count=1)
+            _prefetch_packed(keys, ahead, pairs)
             now = following
             following = ahead
             step += 1
@@ -700,10 +737,12 @@ def decode(
     if SPARSE:
         bias_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], vectors)
     scale_smem = None
+    entry_smem = None
     # Each thread's copies arrive once, and the partition once
     other_ready: gl.constexpr = 1 if latent_desc is not None else 129
     own_ready: gl.constexpr = other_ready if keys.scales is None else 1
     if keys.scales is not None:
+        entry_smem = gl.allocate_shared_memory(gl.int32, [TILE], vectors)
         scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
     latent_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
@@ -712,7 +751,7 @@ def decode(
     ring = Ring(
         _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [4, ROWS], vectors),
-        bias_smem, scale_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
+        bias_smem, scale_smem, entry_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
         _allocate_barriers(1, 4), _allocate_barriers(1, 2), _allocate_barriers(1, 2), latent_desc is None,
     )  # fmt: skip
     part_number = gl.program_id(1)
@@ -739,6 +778,8 @@ def refuses(problem, device) -> str | None:
         return f"takes packed caches for bfloat16 queries, not {problem.dtype}"
     if problem.unaligned:
         return "needs a kv_cache whose rows begin at multiples of 16 bytes"
+    if _gathers(problem) and problem.cache_bytes > MAX_GATHERED_BYTES:
+        return "looks up tokens in caches of at most 32 GiB, but pages that are multiples of 64 tokens in larger ones"
     return None
 
 

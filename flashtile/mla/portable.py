@@ -48,14 +48,18 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def look_up(keys, sequence, cols, length):
-    """What the block table or the indices hold for the tokens `cols` of a sequence. Hidden ones are not looked up."""
-    inside = cols < length
+def entry_ptrs(keys, sequence, cols):
+    """Where the block table or the indices hold the tokens `cols` of a sequence."""
     if keys.indices is None:
-        pages = keys.block_table + sequence.to(tl.int64) * keys.row_stride
-        return tl.load(pages + cols // keys.page_size, mask=inside, other=0)
+        return keys.block_table + sequence.to(tl.int64) * keys.row_stride + cols // keys.page_size
     else:
-        return tl.load(keys.indices + sequence.to(tl.int64) * keys.row_stride + cols, mask=inside, other=-1)
+        return keys.indices + sequence.to(tl.int64) * keys.row_stride + cols
+
+
+@triton.jit
+def look_up(keys, sequence, cols, length):
+    """What is at `entry_ptrs`. Hidden tokens are not looked up: page 0, or no index."""
+    return tl.load(entry_ptrs(keys, sequence, cols), mask=cols < length, other=0 if keys.indices is None else -1)
 
 
 @triton.jit
@@ -389,8 +393,11 @@ class Call:
         problem = self.problem
         entries = x.entries.view(problem.num_sequences, problem.topk) if problem.sparse else x.entries
         block_table, indices = (None, x.entries) if problem.sparse else (x.entries, None)
-        return Keys(latent, scales, rope, problem.page_size, problem.num_pages * problem.page_size, block_table, indices,
-                    entries.stride(0))  # fmt: skip
+        page_size, rows = problem.page_size, (latent, scales, rope)
+        if problem.sparse and all(x is None or x.batch_stride == page_size * x.row_stride for x in rows):
+            # Tokens lie side by side: as pages of one, so that no index is divided
+            page_size, rows = 1, [x and x._replace(batch_stride=x.row_stride) for x in rows]
+        return Keys(*rows, page_size, problem.num_pages * problem.page_size, block_table, indices, entries.stride(0))
 
     def start_merge(self, launch, x, partial_out, partial_lse):
         problem, num_parts = self.problem, self.num_parts

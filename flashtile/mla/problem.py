@@ -60,6 +60,8 @@ class MlaProblem:
     lse_with_sinks: bool = True
     # Rows of the cache do not all begin at multiples of 16 bytes.
     unaligned: bool = False
+    # From the first token of the cache to the last one
+    cache_bytes: int = 0
 
     @classmethod
     def from_tensors(cls, operands, *, head_dim_v=HEAD_DIM_V, softmax_scale=None, causal=False, lse_with_sinks=True):
@@ -90,7 +92,7 @@ class MlaProblem:
             head_dim_v=head_dim_v, dtype=q.dtype, num_pages=num_pages, page_size=page_size, causal=causal and seqlen_q > 1,
             softmax_scale=float(scale), topk=operands.indices.shape[2] if sparse else None,
             has_topk_length=operands.topk_length is not None, fp8=fp8, has_sinks=operands.sinks is not None,
-            lse_with_sinks=lse_with_sinks, unaligned=is_unaligned(kv_cache),
+            lse_with_sinks=lse_with_sinks, unaligned=is_unaligned(kv_cache), cache_bytes=_span(kv_cache),
         )  # fmt: skip
         if values_readable(q):
             _check_values(operands, problem)
@@ -136,6 +138,10 @@ def table_shape(num_sequences, num_rows, num_heads_kv, device):
     """Of a schedule with as many parts as fill the device: each has a program for every ROWS query rows of a latent head."""
     num_sms = hardware.detect(device).num_sms or CPU_SMS
     return max(1, num_sms // (-(-num_rows // ROWS) * num_heads_kv)) + 1 + num_sequences, 2
+
+
+def _span(kv_cache) -> int:
+    return sum((size - 1) * stride for size, stride in zip(kv_cache.shape[:2], kv_cache.stride())) * kv_cache.element_size()
 
 
 def _shape(x) -> str:
