@@ -56,19 +56,19 @@ are not recorded (us; bf16):
   The own product before its probabilities are handed over 264 and 1002 where that was 256 and 986.
 - dense, the own product left to the next round, behind the scores of the tile between, so that those have the tensor cores to
   themselves; scores then begin with the other partition's half, which is free first. 128 heads, 1 query token, 4096 and 8192
-  keys, then 2: 260, 524, 512, 991 to 278, 533, 512, 998 (without the wait for those scores 301, 602, 563, 1132); slots are held
-  longer, 16 heads 291 to 362. By then power is what is short: 2 query tokens and 8192 keys over and over draw 696 W at 1515 MHz,
-  cuBLAS's product of 8192 x 8192 693 W at 1500.
+  keys, then 2: 260, 524, 512, 991 to 278, 533, 512, 998 (without the wait for those scores 301, 602, 563, 1132); slots are
+  held longer, 16 heads 291 to 362. By then power is what is short: 2 query tokens and 8192 keys over and over draw 696 W at
+  1515 MHz, cuBLAS's product of 8192 x 8192 693 W at 1500.
 - packed, as the sparse call above, in brackets from 32768 tokens only, which stay in L2; where the producer's warps wait is by
   ncu, 6240 clocks a tile of which tensor cores were busy for 2176 and the producer for all: 430 (395). L2 asked for each 128
   bytes, not 64, and after a tile, not before, since loads from shared memory queue behind: 403 (359). What leads to tokens by
   copies, which wait for no load of a piece, and offsets of 32 bits, which end the spills: 386 (362). Tokens side by side not
   divided by a page size: 384 (353). Packed dense, 8192 keys by 16 heads: 362 to 354.
-  On top, numbers unpacked to fp16, 4 instructions for 4 numbers instead of 12, with queries and tiles divided by powers of two so
-  that fp16 holds them: 379 (328), packed dense 304. That is worth its 100 lines when somebody needs it.
-  Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was 428: a
-  warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the unpacked,
-  16 registers on their way instead of 64: 481 where that was 427.
+  On top, numbers unpacked to fp16, 4 instructions for 4 numbers instead of 12, with queries and tiles divided by powers of two
+  so that fp16 holds them: 379 (328), packed dense 304. That is worth its 100 lines when somebody needs it.
+  Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was
+  428: a warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the
+  unpacked, 16 registers on their way instead of 64: 481 where that was 427.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
@@ -452,8 +452,8 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
                    ROPE: gl.constexpr):  # fmt: skip
     """The producer of packed tokens, which it unpacks. Copies of the rotary part tell the barrier themselves.
 
-    All pieces of tile i + 1 are on their way to registers while tile i is stored, then tile i + 2 is asked for at L2; what leads
-    to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard: who waits for one waits for all,
+    All pieces of tile i + 1 are on their way to registers while tile i is stored, then tile i + 2 is asked for at L2; what
+    leads to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard: who waits for one waits for all,
     hence one wait a tile, and copies for the scales and for what leads to tokens. Loads of spilled registers wait for all, too.
     """
     # Pieces of 64 bytes, 16 a thread, so that a thread has two tokens; stored, they grow to half a row each
