@@ -193,6 +193,7 @@ def test_cases_refuse_nonsense():
 
 def test_packed_cases_count_their_own_tokens():
     case = dataclasses.replace(SMALL, batch=5, seqlen_q=256, seqlen_k=256, varlen=True)
+    assert case.problem().same_lengths and not SMALL.problem().same_lengths
     assert case.lengths[0] == 256 == max(case.lengths) and min(case.lengths) >= 1 and len(set(case.lengths)) > 2
     assert make_inputs(case, "cpu")[0].shape == (sum(case.lengths), case.num_heads, case.head_dim)
     alone = [dataclasses.replace(case, batch=1, seqlen_q=n, seqlen_k=n, varlen=False) for n in case.lengths]

@@ -48,6 +48,13 @@ def test_heads_share_tiles_where_queries_are_few(capsys, batch, seqlen_q, heads,
     assert (", 8 heads a tile" in text) == shared
 
 
+def test_gradient_of_slopes_has_a_plan(capsys):
+    code, text = explain(capsys, "--target", "H200", "-d", "128", "--alibi")
+    assert code == 0
+    assert "dslopes portable: delta" in text
+    assert "dslopes" not in explain(capsys, "--target", "H200", "-d", "128")[1]
+
+
 def test_latent_decode(capsys):
     """Work per byte decides: 128 heads are limited by products, 16 by memory."""
     shape = ("-b", "128", "--seqlen-q", "1", "-s", "8k", "--nheads-kv", "1", "-d", "576-512", "--target", "H200")
@@ -79,7 +86,9 @@ def test_preset_is_explained_case_by_case(capsys):
 @pytest.mark.slow
 def test_kernels_are_compiled_for_the_target():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flashtile", "explain", "--target", "A100", "-d", "64", "-s", "512"]
+    command = [sys.executable, "-m", "flashtile", "explain", "--target", "A100", "-d", "64", "-s", "512", "--alibi"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert run.returncode == 0, run.stderr
     assert "attention_forward: " in run.stdout and "HMMA" in run.stdout and "attention_dkdv: " in run.stdout
+    # Of the backward, and of the gradient of slopes
+    assert run.stdout.count("attention_dq: ") == 2

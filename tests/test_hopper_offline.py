@@ -21,10 +21,12 @@ HERE = Path(__file__).parent
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
           ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120, ("short", 192): 112,
-          ("bias", 64): 8}  # fmt: skip
+          ("bias", 64): 8, ("packed", 64): 16, ("packed", 256): 32, ("short packed", 192): 112}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
-                       ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24}  # fmt: skip
+                       ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24,
+                       ("packed", 64): 88, ("packed", 128): 40, ("short packed", 128): 40,
+                       ("packed", 256): 56}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -38,6 +40,8 @@ OPTIONS = {
     "columns": {"causal": True},
     # few keys: half of a diagonal's tile
     "short": {"causal": True},
+    "packed": {"causal": True},
+    "short packed": {"causal": True},
 }
 
 pytestmark = [
@@ -71,6 +75,9 @@ def _calls():
             yield number, "columns"
         if row.config.tile_m == row.config.tile_n:
             yield number, "short"
+            yield number, "short packed"
+        if row.dims is None and row.causal in (None, True) and row.max_seqlen is None:
+            yield number, "packed"
 
 
 def _compile(call):
@@ -88,22 +95,28 @@ def _compile(call):
     if row.dims:
         head_dim, head_dim_v = row.dims[0][-1], row.dims[1]
     seqlen_k = 4096
-    if name == "short":
+    if "short" in name:
         seqlen_q = seqlen_k = 1024
-    shapes = (seqlen_q, num_heads, head_dim), (seqlen_k, 4, head_dim), (seqlen_k, 4, head_dim_v)
-    q, k, v = (torch.empty(1, *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    packed = "packed" in name
+    total = 3 * seqlen_q if packed else None
+    starts = torch.empty(8, dtype=torch.int32, device="meta") if packed else None
+    rows_q, rows_k = (total, total) if packed else (seqlen_q, seqlen_k)
+    shapes = (rows_q, num_heads, head_dim), (rows_k, 4, head_dim), (rows_k, 4, head_dim_v)
+    q, k, v = (torch.empty(*([] if packed else [1]), *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
     problem = AttentionProblem(
-        batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
+        batch=7 if packed else 1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
         head_dim_v=head_dim_v, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
         softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0),
-        has_alibi=OPTIONS[name].get("has_alibi", False), has_sinks=name == "features",
+        has_alibi=OPTIONS[name].get("has_alibi", False), has_sinks=name == "features", total_q=total, total_k=total,
+        same_lengths=packed,
     )  # fmt: skip
     vector = torch.empty(4, device="meta")
     rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     slopes, sinks = (vector if there else None for there in (problem.has_alibi, problem.has_sinks))
+    operands = Operands(q, k, v, starts, starts, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
     with offline.launches(90, sass=True, ptxas=True) as reports:
-        forward.launch(problem, config, Operands(q, k, v, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state))
+        forward.launch(problem, config, operands)
     kind = name, head_dim if row.dims else row.block_dim
     return {"call": f"row {number} d{head_dim} {name}", "kind": kind, **asdict(reports[-1])}
 

@@ -106,7 +106,7 @@ class BenchCase:
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
             window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
             has_alibi=self.alibi, total_q=sum(self.lengths) if self.varlen else None,
-            total_k=sum(self.lengths) if self.varlen else None,
+            total_k=sum(self.lengths) if self.varlen else None, same_lengths=self.varlen,
         )  # fmt: skip
 
     def flops(self, mode: str) -> int:

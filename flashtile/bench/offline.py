@@ -154,7 +154,7 @@ def compile_plan(problem, plan, arch, direction, *, sass=False):
 
     Args:
         problem: AttentionProblem; without sinks and seqused.
-        plan: a dispatch.Plan of it, for the direction "forward" or "backward".
+        plan: a dispatch.Plan of it, for the direction "forward", "backward" or "dslopes".
         arch, sass: as in `launches`.
     Returns:
         list of CompiledReport.

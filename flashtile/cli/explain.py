@@ -74,7 +74,8 @@ def _describe(case, device, compile_kernels, progress):
     padded = ", of sequences padded to the longest" if problem.varlen else ""
     extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
     yield f"  memory    naive keeps scores and p: {size(2 * scores)}{padded}; {extra}"
-    for direction in ("forward", "backward"):
+    # The last is for who learns the slopes
+    for direction in ("forward", "backward", "dslopes") if problem.has_alibi else ("forward", "backward"):
         yield from _kernels(problem, device, direction, compile_kernels, progress)
 
 

@@ -76,8 +76,12 @@ def compile_jobs(problem, configs, operands, direction) -> list:
         return [partial(forward.launch, problem, configs["forward"], operands)]
     common = arguments.common_arguments(problem, operands)
     dout, lse = forward_outputs(problem, cleared=False)(operands.q)
+    delta = partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None)
+    if direction == "dslopes":
+        dslopes = backward.dslopes_of_tiles(problem, configs["dq"])(lse)
+        return [delta, partial(backward.launch_dq, problem, configs["dq"], common, operands, lse, lse, dout, None, dslopes)]
     return [
-        partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None),
+        delta,
         partial(backward.launch_dkdv, problem, configs["dkdv"], common, operands, lse, lse, dout),
         partial(backward.launch_dq, problem, configs["dq"], common, operands, lse, lse, dout),
     ]

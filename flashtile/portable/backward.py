@@ -258,15 +258,22 @@ def bind(problem, configs):
     return call
 
 
+def dslopes_of_tiles(problem, config):
+    """A function that allocates what each query tile adds to the slopes' gradients, on a tensor's device.
+
+    Zeros, since sequences may have fewer tiles than the longest.
+    """
+    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    return fresh((problem.batch, problem.num_heads, num_tiles), torch.float32, zeros=True)
+
+
 def bind_dslopes(problem, configs):
     """As `bind`, of dslopes alone: scores and dp once more, two products beside the backward's. configs: {"delta", "dq"}."""
     launches = Launches(partial(_start_dslopes, problem, configs))
-    num_tiles = triton.cdiv(problem.seqlen_q, configs["dq"].tile_m)
-    # Of query tiles; zeros, since sequences may have fewer than the longest
-    new_dslopes = fresh((problem.batch, problem.num_heads, num_tiles), torch.float32, zeros=True)
+    allocate = dslopes_of_tiles(problem, configs["dq"])
 
     def call(operands, out, lse, dout, dlse):
-        dslopes = new_dslopes(lse)
+        dslopes = allocate(lse)
         launches.run(*operands, out, lse, dout, dlse, _allocate_like(lse, problem), dslopes)
         return slopes_gradient(operands.alibi_slopes, dslopes.sum(-1))
 
