@@ -113,12 +113,17 @@ class _Call:
 _CALLS = Calls()
 
 
+def _asked(operands, options) -> tuple:
+    """What tells calls apart beside the kinds of their tensors."""
+    return options, has_same_lengths(operands)
+
+
 def _known(operands, options) -> _Call | None:
     """The call of plain tensors that is of a known kind, or None; what it is asked about may be of any type."""
     if operands.cu_seqlens_q is not None and values_readable(operands.q):
         # Its values are checked each time
         return None
-    return _CALLS.find(operands, (options, has_same_lengths(operands)))
+    return _CALLS.find(operands, _asked(operands, options))
 
 
 def _described(operands, options) -> _Call:
@@ -126,7 +131,7 @@ def _described(operands, options) -> _Call:
     call = _known(operands, options)
     if call is None:
         problem = _problem(operands, options)
-        asked = options, has_same_lengths(operands)
+        asked = _asked(operands, options)
         call = _CALLS.find(operands, asked)
         if call is None:
             call = _Call(problem, options, operands)

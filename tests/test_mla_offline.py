@@ -115,8 +115,9 @@ def test_hopper_refuses_offsets_of_more_than_32_bits():
         device = hardware.by_name("H200")
         for shape, takes in (({"topk": 64}, False), ({"packed": True}, False), ({}, True)):
             problem, _ = tests._call(16, **shape)
-            assert hopper.refuses(replace(problem, cache_bytes=2**35), device) is None
-            reason = hopper.refuses(replace(problem, cache_bytes=2**35 + 1), device)
+            assert hopper.refuses(replace(problem, cache_bytes=2**35 - 16), device) is None
+            # 16 bytes are the unit of an offset: this is 2**31
+            reason = hopper.refuses(replace(problem, cache_bytes=2**35), device)
             assert (reason is None) == takes and (takes or "32 GiB" in reason), (shape, reason)
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -60,7 +60,7 @@ class MlaProblem:
     lse_with_sinks: bool = True
     # Rows of the cache do not all begin at multiples of 16 bytes.
     unaligned: bool = False
-    # From the first token of the cache to the last one
+    # From where the first token of the cache begins to where the last one does
     cache_bytes: int = 0
 
     @classmethod
