@@ -114,6 +114,14 @@ def live_columns(head_dim: int, block: int) -> int:
     return half + max(16, 1 << (head_dim - half - 1).bit_length())
 
 
+def box_columns(live: int, block: int) -> int:
+    """Columns that TMA loads at once of a block with so many live ones: 64 where it would else load boxes of zeros.
+
+    Source: measured, see hopper/boxes.py.
+    """
+    return 64 if 128 < live <= block - 64 else block
+
+
 def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int, dropout: bool = False) -> int:
     """Estimate of a block's shared memory: the tiles that stay, num_stages of those that stream, and the mask of dropout."""
     both = (block_d + block_dv) * itemsize

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
           ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120, ("short", 192): 112,
-          ("bias", 64): 8, ("packed", 64): 16, ("packed", 256): 32, ("short packed", 192): 112}  # fmt: skip
+          ("bias", 64): 8, ("packed", 64): 16, ("packed", 256): 32, ("short packed", 192): 112,
+          ("columns", 256): 8}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
                        ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24,

@@ -7,7 +7,7 @@ import torch
 
 from flashtile import hardware
 from flashtile.problem import AttentionProblem
-from flashtile.tiles import PORTABLE, hopper_config, live_columns, padded_dim, select
+from flashtile.tiles import PORTABLE, box_columns, hopper_config, live_columns, padded_dim, select
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -20,6 +20,15 @@ def test_live_columns_hold_the_head_dim_in_two_products(head_dim):
     assert live == block or rest >= 16 and rest & (rest - 1) == 0
     # not twice as many of the right half as there are, but for 16
     assert live == block or rest == 16 or rest < 2 * (head_dim - block // 2)
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_no_box_of_64_columns_is_loaded_for_zeros_alone(head_dim):
+    block = padded_dim(head_dim, 2)
+    live = live_columns(head_dim, block)
+    columns = box_columns(live, block)
+    loaded = block if columns == block else -(-live // columns) * columns
+    assert live <= loaded < head_dim + 64
 
 
 def problem(seqlen, head_dim, head_dim_v):

@@ -92,18 +92,23 @@ def _sum_apart(p):
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
 
 
-# Passes four numbers of a thread through, and looks as if it could store the first: only if it had bits that no sum has. ptxas
-# moves waits for products up, but not past a store.
+# Passes four numbers of a thread through, and looks as if it could store the first: only if it had bits that no sum has, or
+# corrections bits that none has. ptxas moves waits for products up, but not past a store.
 _HOLD = gl.constexpr(
-    "{ .reg .pred q; setp.eq.u32 q, $4, 0x7fffdead; @q st.shared.b32 [$4], $4; "
-    "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"
+    "{ .reg .pred q; setp.eq.u32 q, $4, 0x7fffdead; setp.eq.or.u32 q, $8, 0x7fffdead, q; setp.eq.or.u32 q, $10, 0x7fffdead, q; "
+    "@q st.shared.b32 [$4], $4; mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }"
 )
 
 
 @gluon.jit
-def _hold(sums):
-    """What waits for products after this is not done before a quarter of a thread's exponentials is."""
-    return gl.inline_asm_elementwise(_HOLD, "=r,=r,=r,=r,r,r,r,r", [sums], dtype=gl.float32, is_pure=False, pack=4)
+def _hold(sums, correction):
+    """What waits for products after this is not done before a quarter of a thread's exponentials is, and the corrections are.
+
+    correction: of `rebase`, one a row. What is multiplied with it can then stand between the other exponentials.
+    """
+    correction = gl.convert_layout(correction, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return gl.inline_asm_elementwise(_HOLD, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [sums, correction], dtype=gl.float32, is_pure=False,
+                                     pack=4)  # fmt: skip
 
 
 @gluon.jit
@@ -140,7 +145,7 @@ def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.const
     p = _weights(logits, scale_log2, reference, row_bias)
     sums = _sum_apart(p)
     if HOLD:
-        sums = _hold(sums)
+        sums = _hold(sums, correction)
     return OnlineSoftmax(row_max, _scale_sums(state.row_sum, correction) + sums), p, correction
 
 

@@ -14,7 +14,7 @@ from flashtile.device.masks import Window
 from flashtile.device.scores import SMALLEST_UNIT, params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
-from flashtile.tiles import live_columns, padded_dim
+from flashtile.tiles import box_columns, live_columns, padded_dim
 
 ROWS = 64
 # Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
@@ -203,14 +203,15 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     dropout = dropout_of(problem, operands.rng_state)
     bias = _bias_product(problem, block_d, block_dv)
     split_q, own_out = buffers(config, block_d, block_dv, (227 << 10) - bias * config.tile_n * BIAS_BYTES, itemsize)
-    live_d = live_columns(problem.head_dim, block_d)
+    live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
     rest = live_d - block_d // 2 if config.rest_apart else 0
+    box_d = block_d // 2 if rest else box_columns(live_d, block_d)
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
     arguments = (
-        describe(operands.q, ROWS, block_d // 2 if split_q else block_d, config.heads),
+        describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
-        describe(operands.k, config.tile_n, block_d // 2 if rest else block_d),
-        describe(operands.k, config.tile_n, rest) if rest else None, describe(operands.v, config.tile_n, block_dv),
+        describe(operands.k, config.tile_n, box_d), describe(operands.k, config.tile_n, rest) if rest else None,
+        describe(operands.v, config.tile_n, box_columns(live_dv, block_dv)),
         describe(out, ROWS, out_columns, config.heads), lse, counter, table,
         Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
@@ -221,7 +222,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
-        "LIVE_D": live_d, "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
+        "LIVE_D": live_d, "LIVE_DV": live_dv,
         "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,

@@ -172,11 +172,11 @@ from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
 from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
-from flashtile.hopper import arguments
+from flashtile.hopper import arguments, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients
 from flashtile.problem import Operands
-from flashtile.tiles import live_columns, padded_dim
+from flashtile.tiles import box_columns, live_columns, padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
@@ -188,8 +188,6 @@ PIECE = gl.constexpr(64)
 LOAD_REGISTERS = gl.constexpr(24)
 # Rows of the row statistics are padded to this, so that a tile of them is always whole.
 ROW_MULTIPLE = tl.constexpr(128)
-# Rows of a packed tensor as its TMA descriptor sees it.
-PACKED_ROWS = gl.constexpr(arguments.PACKED_ROWS)
 # batch, kv_head, col_begin, begin, full_begin, full_end, steps, front, and of packed calls start_q, start_k, seqlen_q, seqlen_k
 WALK_WORDS = gl.constexpr(12)
 WALK_SLOTS = gl.constexpr(2)
@@ -412,35 +410,30 @@ def _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED: gl.constexpr
 
 
 @gluon.jit
-def _load_tile(desc, smem, ready, batch, head, start, length, row, PACKED: gl.constexpr):
-    """Rows of one head of one sequence; see `arguments.packed_descriptor`."""
-    if PACKED:
-        tma_load(desc, [PACKED_ROWS, start + length, head, PACKED_ROWS - length + row, 0], ready, smem)
-    else:
-        tma_load(desc, [batch, head, row, 0], ready, smem)
-
-
-@gluon.jit
 def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile, head, num_heads, padded_rows, step,
-               TILE_M: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+               LIVE: gl.constexpr, TILE_M: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """One tile of q or dout and its row statistic."""
+    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
     slot = step % NUM_STAGES
     mbarrier.wait(free.index(slot), _phase(step, NUM_STAGES) ^ 1)
-    mbarrier.expect(ready.index(slot), desc.block_type.nbytes + row_desc.block_type.nbytes)
+    mbarrier.expect(ready.index(slot), BOXES * desc.block_type.nbytes + row_desc.block_type.nbytes)
     row = tile * TILE_M
-    _load_tile(desc, smem.index(slot), ready.index(slot), walk.batch, head, lengths.start_q, lengths.seqlen_q, row, PACKED)
+    at, place_row = boxes.place(walk.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
+    boxes.load(desc, smem.index(slot), ready.index(slot), at, head, place_row, PACKED, BOXES)
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED)
     tma_load(row_desc, [stats_row + row], ready.index(slot), row_smem.index(slot))
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, walk, lengths, turn, HALVES: gl.constexpr, PACKED: gl.constexpr):
+def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr, PACKED: gl.constexpr):
     """The tile of k or v."""
+    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
     mbarrier.wait(free.index(0), (turn & 1) ^ 1)
-    mbarrier.expect(ready.index(0), HALVES * desc.block_type.nbytes)
+    mbarrier.expect(ready.index(0), HALVES * BOXES * desc.block_type.nbytes)
     for half in gl.static_range(HALVES):
-        _load_tile(desc, smem.index(half), ready.index(0), walk.batch, walk.kv_head, lengths.start_k, lengths.seqlen_k,
-                   walk.col_begin + HALF_N * half, PACKED)  # fmt: skip
+        row = walk.col_begin + HALF_N * half
+        at, place_row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
+        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head, place_row, PACKED, BOXES)
 
 
 @gluon.jit
@@ -457,8 +450,8 @@ def _next_unit(counter):
 @gluon.jit
 def _load(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
-    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_M: gl.constexpr,
+    HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
     TILE_N: gl.constexpr = HALVES * HALF_N
@@ -485,13 +478,14 @@ def _load(
                 if i % GROUP_SIZE == 0:
                     _tell_front(fronts, unit, walk, order, tile)
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
-                       head, num_heads, padded_rows, step, TILE_M, Q_STAGES, PACKED)  # fmt: skip
+                       head, num_heads, padded_rows, step, LIVE_D, TILE_M, Q_STAGES, PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, HALVES, PACKED)
+                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, LIVE_D, HALVES, PACKED)
             _load_rows(dout_desc, neg_delta_desc, buffers.dout, buffers.neg_delta, barriers.dout_ready, barriers.dout_free,
-                       walk, lengths, tile, head, num_heads, padded_rows, step, TILE_M, DOUT_STAGES, PACKED)  # fmt: skip
+                       walk, lengths, tile, head, num_heads, padded_rows, step, LIVE_DV, TILE_M, DOUT_STAGES,
+                       PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, HALVES, PACKED)
+                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, LIVE_DV, HALVES, PACKED)
         first += walk.steps
         turn += 1
         unit = counted_from + _next_unit(counter)
@@ -651,7 +645,7 @@ def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED:
     partition_barrier()
     if PACKED:
         end = lengths.start_k + lengths.seqlen_k
-        tma_store(desc, [PACKED_ROWS, end, walk.kv_head, PACKED_ROWS - lengths.seqlen_k + row, 0], smem)
+        tma_store(desc, [boxes.PACKED_ROWS, end, walk.kv_head, boxes.PACKED_ROWS - lengths.seqlen_k + row, 0], smem)
     else:
         tma_store(desc, [walk.batch, walk.kv_head, row, 0], smem)
 
@@ -1107,10 +1101,10 @@ def attention_backward(
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
     order = Order(num_tiles, num_heads_kv, batch_heads, heads_side_by_side, tail_heads)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE_M], dtype)
-    k_smem = gl.allocate_shared_memory(dtype, [HALVES] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [HALVES] + v_desc.block_type.shape, v_desc.layout)
-    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES] + q_desc.block_type.shape, q_desc.layout)
-    dout_smem = gl.allocate_shared_memory(dtype, [DOUT_STAGES] + dout_desc.block_type.shape, dout_desc.layout)
+    k_smem = boxes.allocate(k_desc, HALVES, BLOCK_D)
+    v_smem = boxes.allocate(v_desc, HALVES, BLOCK_DV)
+    q_smem = boxes.allocate(q_desc, Q_STAGES, BLOCK_D)
+    dout_smem = boxes.allocate(dout_desc, DOUT_STAGES, BLOCK_DV)
     neg_lse_smem = gl.allocate_shared_memory(gl.float32, [Q_STAGES, TILE_M], neg_lse_desc.layout)
     neg_delta_smem = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, TILE_M], neg_delta_desc.layout)
     dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
@@ -1156,8 +1150,8 @@ def attention_backward(
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
-                     DETERMINISTIC)),
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES, Q_STAGES,
+                     DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1184,8 +1178,8 @@ def attention_backward(
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, TILE_M, HALVES, Q_STAGES, DOUT_STAGES,
-                     DETERMINISTIC)),
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES, Q_STAGES,
+                     DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1474,19 +1468,21 @@ def launch_main(problem, config, call, launch):
     score_params = params_of(problem, operands.alibi_slopes, prescaled=False)
     dropout = dropout_of(problem, operands.rng_state)
     describe = packed_descriptor if problem.varlen else descriptor
+    live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
+    box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
     num_tiles = max_key_tiles(problem, config)
     batch_heads = problem.batch * problem.num_heads_kv
     num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
-        describe(operands.q, tile_m, block_d), describe(call.dout, tile_m, block_dv), describe(operands.k, half_n, block_d),
-        describe(operands.v, half_n, block_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
+        describe(operands.q, tile_m, box_d), describe(call.dout, tile_m, box_dv), describe(operands.k, half_n, box_d),
+        describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(call.dk, half_n, block_d), describe(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
         problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-        "LIVE_D": live_columns(problem.head_dim, block_d), "LIVE_DV": live_columns(problem.head_dim_v, block_dv),
+        "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
         "DETERMINISTIC": problem.deterministic, "REGISTERS": config.registers,

@@ -26,7 +26,7 @@ Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program tha
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
 
-Takes fp16 and bf16, head dims to 256 (TMA fills the rest of a block with zeros, products leave them out: see
+Takes fp16 and bf16, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
 take: see `hopper.refuses`.
 
@@ -100,6 +100,15 @@ cuDNN and FA3 beside it, each once):
   to 260. Held below the maxima alone 903 of 907, full 1717 of 1743 (half a quarter of the exponentials comes before by itself,
   as in FA3); below half of the exponentials 900, 1761; below all (see LAZY) 6% slower. With a softcap 1143 to 1225, with
   dropout 674 to 678; at head dim 64 with 3 consumers causal 4% slower: not there.
+- there, the wait for p v held below the corrections' exponentials too: ptxas put these last of all exponentials, and so the 64
+  multiplications of acc behind everything, 130 of a step's 2400 clocks by samples; now they stand between exponentials, as in
+  FA3. Time before over after, median of 9 to 11 shuffled rounds, two runs: 2 x 8192 causal 1.006 and 1.010, full 1.020 and
+  1.005, 16k causal 1.012 and 1.014, full 1.010 and 1.005, 4 x 4096 causal 1.007, to 1024 keys 1.00; head dim 96 causal 1.022,
+  full 1.033; ALiBi 1.018; a window 1.00; 192/128 0.99. Below corrections alone, so without a quarter of the exponentials: full
+  1.016 and 1.010, a window 1.012, causal 1.00. With dropout 0.97, with a softcap 0.985; head dim 64 with 3 consumers causal
+  0.96, full 0.995.
+- head dims 136 to 192: no boxes of zeros are loaded, so that all multiprocessors take as long: 1.0 to 1.5 times as fast, see
+  boxes.py.
 - dropout by 15 bits a weight instead of 32, and two weights at once as they are packed for the product; us, 4 x 4096 tokens of
   16 heads, in brackets cuDNN and SDPA's flash. Head dim 64 full 1580 to 1080 (1490, 1220), of which 4 consumers instead of 3
   are 500; causal 780 to 626 (826, 677). 128 full 1570 to 1190 (1850, 1960), causal 900 to 668 (1030, 1100).
@@ -195,11 +204,12 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - 131,072 keys, where FA3 is 1.06 times as fast in features.json, and was 1.13 before the held wait; counters of a single run
   before it: bytes of DRAM and of L2 and its hits are FA3's, within 3% (98% hits); the tensor pipe is active 85% of the cycles,
   FA3's 90%: what is missing is in the step of a consumer.
+- acc scaled not behind a softmax but between q kᵀ and p v of the next step, where products hide it: head dim 128 full 3.5%
+  slower, causal 1.5%, 64 1.5%, 256 equal: the turn goes on later. A barrier of 128 threads before the wait for q kᵀ, where
+  Triton has one behind it: -2% to 1%.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
-- head dims 144 to 176 have two speeds, 33% apart (160, causal: 1123 or 1500 us, two and four of six allocations): an allocation
-  keeps its own from call to call, with the same code. Not explained; not seen at 128 and 256.
 - (batch, heads, seqlen, dim) in memory instead of (batch, seqlen, heads, dim): equal counters; up to 5% at 8192 keys.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
@@ -215,7 +225,6 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
-    tma_load,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
@@ -225,13 +234,12 @@ from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
+from flashtile.hopper import boxes
 from flashtile.hopper.arguments import bind_forward
 
 # Query rows of a consumer: what one wgmma of 4 warps holds.
 ROWS = gl.constexpr(64)
 TILE_SLOTS = gl.constexpr(2)
-# Rows of a packed tensor as its TMA descriptor sees it; arguments.PACKED_ROWS.
-PACKED_ROWS = gl.constexpr(2**30)
 # One of the hardware's 16 barriers a consumer, of those that Triton leaves alone: it counts 128 threads that pass the turn and
 # 128 that wait for it.
 _WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
@@ -368,27 +376,11 @@ def _receive(ring, lengths, index, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _place(batch, start, length, row, PACKED: gl.constexpr):
-    """Where TMA finds a row of a sequence: two coordinates around that of the head. See `arguments.packed_descriptor`."""
-    if PACKED:
-        return start + length, PACKED_ROWS - length + row
-    else:
-        return batch, row
-
-
-@gluon.jit
-def _load_columns(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr):
-    if PACKED:
-        tma_load(desc, [PACKED_ROWS, place, head, row, COL], ready, slot_smem)
-    else:
-        tma_load(desc, [place, head, row, COL], ready, slot_smem)
-
-
-@gluon.jit
-def _load_rows(desc, slot_smem, ready, place, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
-    """head and row: of q as `_head_and_row` gives them."""
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    _load_columns(desc, slot_smem, ready, place, head, row, PACKED, COL)
+def _load_rows(desc, smem, ready, place, head, row, LIVE: gl.constexpr, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """LIVE columns from COL on. head and row: of q as `_head_and_row` gives them."""
+    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
+    mbarrier.expect(ready, BOXES * desc.block_type.nbytes)
+    boxes.load(desc, smem, ready, place, head, row, PACKED, BOXES, COL)
 
 
 @gluon.jit
@@ -414,28 +406,30 @@ def _left_slot(ring, left):
 
 
 @gluon.jit
-def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS: gl.constexpr, CONSUMER: gl.constexpr,
-            NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
-    """Queries of a consumer; with SPLIT_Q q_desc is of half of their columns."""
+def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS: gl.constexpr, LIVE_D: gl.constexpr,
+            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """Queries of a consumer; with SPLIT_Q a slot has half of their columns."""
     slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
-    COL: gl.constexpr = q_desc.block_type.shape[-1] if SPLIT_Q else 0
-    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
+    COL: gl.constexpr = ring.q_smem.shape[-1] if SPLIT_Q else 0
+    REST: gl.constexpr = LIVE_D - COL
+    place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
     head, row = _head_and_row(part.head, row, HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
     if q_rest_desc is None:
-        _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
+        _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, REST, PACKED, COL)
     else:
-        _load_rows(q_rest_desc, ring.q_rest_smem.index(slot), ring.q_ready.index(slot), place, head, row, PACKED, COL)
+        _load_rows(q_rest_desc, ring.q_rest_smem.index(slot), ring.q_ready.index(slot), place, head, row, REST, PACKED, COL)
     if SPLIT_Q:
         mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
-        _load_rows(q_desc, ring.q_smem.index(_left_slot(ring, left)), ring.q_ready.index(left), place, head, row, PACKED)
+        _load_rows(q_desc, ring.q_smem.index(_left_slot(ring, left)), ring.q_ready.index(left), place, head, row, COL, PACKED)
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, step, place, head, row, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):
+def _load_keys(desc, smem, ready, free, step, place, head, row, LIVE: gl.constexpr, NUM_STAGES: gl.constexpr,
+               PACKED: gl.constexpr):  # fmt: skip
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(free.index(slot), phase ^ 1)
-    _load_rows(desc, smem.index(slot), ready.index(slot), place, head, row, PACKED)
+    _load_rows(desc, smem.index(slot), ready.index(slot), place, head, row, LIVE, PACKED)
 
 
 @gluon.jit
@@ -456,33 +450,35 @@ def _answer(numbers):
 
 @gluon.jit
 def _load_step(
-    k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N: gl.constexpr,
-    NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, LIVE_D: gl.constexpr,
+    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Keys of the i-th step of a tile, and the values of the step before: v_place, v_head, v_row before the first."""
     k_row = first_row - i * TILE_N
     if k_rest_desc is None:
-        _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, NUM_STAGES, PACKED)
+        _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, LIVE_D, NUM_STAGES,
+                   PACKED)  # fmt: skip
     else:
         COL: gl.constexpr = k_desc.block_type.shape[-1]
         slot, phase = _slot(step + i, NUM_STAGES)
         ready = ring.k_ready.index(slot)
         mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
         mbarrier.expect(ready, k_desc.block_type.nbytes + k_rest_desc.block_type.nbytes)
-        _load_columns(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 0)
-        _load_columns(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, COL)
+        boxes.load(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 1)
+        boxes.load(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 1, COL)
     if step + i > 0:
         place = gl.where(i > 0, k_place, v_place)
         head = gl.where(i > 0, kv_head, v_head)
         row = gl.where(i > 0, k_row + TILE_N, v_row)
-        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step + i - 1, place, head, row, NUM_STAGES, PACKED)
+        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step + i - 1, place, head, row, LIVE_DV, NUM_STAGES,
+                   PACKED)  # fmt: skip
 
 
 @gluon.jit
 def _load(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
@@ -497,20 +493,20 @@ def _load(
     while part.end > 0:
         kv_head = part.head // GROUP_SIZE
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
-        k_place, first_row = _place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
+            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS, LIVE_D, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
+        k_place, first_row = boxes.place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
         steps = part.end - part.begin
         for i in range(steps - 2):
-            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, TILE_N,
-                       NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, LIVE_D,
+                       LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
         # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
         numbers = _ask_next(counter)
         if steps > 1:
             _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row,
-                       TILE_N, NUM_STAGES, PACKED)  # fmt: skip
+                       LIVE_D, LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
         next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
         _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row,
-                   TILE_N, NUM_STAGES, PACKED)  # fmt: skip
+                   LIVE_D, LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
         v_place = k_place
         v_head = kv_head
         v_row = first_row - (steps - 1) * TILE_N
@@ -521,7 +517,8 @@ def _load(
         _publish(ring, part, lengths, index, PACKED)
     # A packed call may have fewer tiles than programs.
     if step > 0:
-        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step - 1, v_place, v_head, v_row, NUM_STAGES, PACKED)
+        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step - 1, v_place, v_head, v_row, LIVE_DV, NUM_STAGES,
+                   PACKED)  # fmt: skip
     # The last program to come here leaves the counter as it was found.
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -778,7 +775,7 @@ def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
 @gluon.jit
 def _start_store(out_desc, buffer, place, head, row, COL: gl.constexpr, PACKED: gl.constexpr):
     if PACKED:
-        tma_store(out_desc, [PACKED_ROWS, place, head, row, COL], buffer)
+        tma_store(out_desc, [boxes.PACKED_ROWS, place, head, row, COL], buffer)
     else:
         tma_store(out_desc, [place, head, row, COL], buffer)
 
@@ -805,7 +802,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         tile.slice(0, out_right.shape[1], dim=1).store(out_right.to(tile.dtype))
     fence_async_shared()
     partition_barrier()
-    place, row = _place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
+    place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
     head, row = _head_and_row(part.head, row, HEADS)
     if not HALVES:
         _start_store(out_desc, buffer, place, head, row, 0, PACKED)
@@ -963,22 +960,20 @@ def _allocate_barriers(count: gl.constexpr, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_slots(desc, NUM_SLOTS: gl.constexpr):
-    return gl.allocate_shared_memory(desc.dtype, [NUM_SLOTS] + desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+              NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr,
+              BIAS: gl.constexpr):  # fmt: skip
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
+    BLOCK_D: gl.constexpr = boxes.block_of(LIVE_D)
+    LEFT: gl.constexpr = BLOCK_D // 2 if SPLIT_Q else BLOCK_D
     if q_rest_desc is None:
-        q_smem = _allocate_slots(q_desc, Q_SLOTS)
+        q_smem = boxes.allocate(q_desc, Q_SLOTS, LEFT)
         q_rest_smem = q_smem
     else:
-        q_smem = _allocate_slots(q_desc, NUM_CONSUMERS)
-        q_rest_smem = _allocate_slots(q_rest_desc, 2 * NUM_CONSUMERS)
+        q_smem = boxes.allocate(q_desc, NUM_CONSUMERS, LEFT)
+        q_rest_smem = boxes.allocate(q_rest_desc, 2 * NUM_CONSUMERS, LIVE_D - LEFT)
     if OWN_OUT:
-        out_smem = _allocate_slots(out_desc, NUM_CONSUMERS)
+        out_smem = boxes.allocate(out_desc, NUM_CONSUMERS, out_desc.block_type.shape[-1])
     else:
         out_smem = q_smem
     if BIAS:
@@ -986,13 +981,15 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CO
     else:
         bias_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_smem = _allocate_slots(k_desc, NUM_STAGES)
     if k_rest_desc is None:
+        k_smem = boxes.allocate(k_desc, NUM_STAGES, BLOCK_D)
         k_rest_smem = k_smem
     else:
-        k_rest_smem = _allocate_slots(k_rest_desc, NUM_STAGES)
+        k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT)
+        k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT)
+    v_smem = boxes.allocate(v_desc, NUM_STAGES, boxes.block_of(LIVE_DV))
     return Ring(
-        q_smem, q_rest_smem, k_smem, k_rest_smem, _allocate_slots(v_desc, NUM_STAGES), out_smem, bias_smem, tile_smem,
+        q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
         _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
@@ -1022,13 +1019,13 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT,
-                     BIAS)  # fmt: skip
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D, LIVE_DV, NUM_CONSUMERS, SPLIT_Q,
+                     NUM_STAGES, OWN_OUT, BIAS)  # fmt: skip
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         HALF_FIRST, BIAS, PACKED, 0)),
@@ -1039,7 +1036,7 @@ def attention_forward(
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         HALF_FIRST, BIAS, PACKED, 0)),
@@ -1053,7 +1050,7 @@ def attention_forward(
     else:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
+                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
                         HALF_FIRST, BIAS, PACKED, 0)),
