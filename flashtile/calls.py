@@ -25,13 +25,17 @@ def kind(tensors, more) -> tuple:
 class Glance:
     """Whether tensors are of the kind of those it was made of, and all aligned to 16 bytes: one look of torch's at all.
 
-    It may say no to tensors of that kind, to one that stands in two places for example. `possible` tells where there is none.
+    It may say no to tensors of that kind: to two where it was made of one that stands in both places, for example. `possible`
+    tells where there is none.
     """
 
-    __slots__ = ("absent", "none", "present", "same")
+    __slots__ = ("absent", "again", "none", "present", "same")
 
     def __init__(self, tensors):
-        present = [i for i, x in enumerate(tensors) if x is not None]
+        places = {id(x): i for i, x in reversed([*enumerate(tensors)]) if x is not None}
+        present = sorted(places.values())
+        # (place, the first one) of a tensor that stands in several: torch's look says no to it
+        self.again = [(i, places[id(x)]) for i, x in enumerate(tensors) if x is not None and places[id(x)] != i]
         absent = [i for i, x in enumerate(tensors) if x is None]
         self.present, self.absent = itemgetter(*present), itemgetter(*absent)
         self.none = self.absent(tensors)
@@ -42,12 +46,17 @@ class Glance:
     @staticmethod
     def possible(tensors) -> bool:
         there = [x for x in tensors if x is not None]
-        return TensorGuards is not None and 1 < len(there) < len(tensors) and not any(x.data_ptr() % 16 for x in there)
+        # itemgetter gives a tuple of two or more
+        several = len({id(x) for x in there}) > 1 and len(there) < len(tensors)
+        return TensorGuards is not None and several and not any(x.data_ptr() % 16 for x in there)
 
     def fits(self, tensors) -> bool:
         there = self.present(tensors)
         if self.absent(tensors) != self.none or not self.same(*there):
             return False
+        for place, first in self.again:
+            if tensors[place] is not tensors[first]:
+                return False
         addresses = 0
         for x in there:
             addresses |= x.data_ptr()

@@ -111,10 +111,19 @@ def test_options_without_a_hash_are_not_kept():
 
 
 def test_no_glance_at_what_has_none():
-    """One tensor in two places, in torch's guards; one that is not aligned; none absent, none present."""
+    """One tensor alone; one that is not aligned; none absent, none present."""
     x = torch.randn(2, 8, 4, 16)
-    assert Glance.possible((x, x.clone(), None)) and not Glance((x, x, None)).fits((x, x, None))
+    assert Glance.possible((x, x.clone(), None)) and not Glance.possible((x, x, None))
     assert not Glance.possible((x, x.view(-1)[1:], None)) and not Glance.possible((x, x.clone()))
+
+
+def test_a_glance_at_one_tensor_in_two_places_knows_two_there():
+    """As cu_seqlens stands for queries and for keys."""
+    x, starts = torch.randn(2, 8, 4, 16), torch.arange(4)
+    one, two = (x, None, starts, starts), (x, None, starts, starts.clone())
+    again = x.clone(), None, *[starts.clone()] * 2
+    assert Glance(one).fits(one) and Glance(one).fits(again) and not Glance(one).fits(two)
+    assert Glance(two).fits(two) and not Glance(two).fits(one)
 
 
 class OnGpu(torch.Tensor):
