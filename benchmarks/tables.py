@@ -35,6 +35,7 @@ DOCS = {
     "scale-batch": ("scaling-batch",),
     "scale-strong": ("scaling-strong",),
     "scale-weak": ("scaling-weak",),
+    "paper-forward": ("geomeans", "backends-fwd"),
     "features": ("backends-fwd", "backends-bwd"),
     "train": ("backends-fwd_bwd",),
     "deterministic": ("geomeans", "backends-bwd"),
