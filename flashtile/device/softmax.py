@@ -104,7 +104,7 @@ _HOLD = gl.constexpr(
 def _hold(sums, correction):
     """What waits for products after this is not done before a quarter of a thread's exponentials is, and the corrections are.
 
-    correction: of `rebase`, one a row. What is multiplied with it can then stand between the other exponentials.
+    correction: one a row; what is multiplied with it can then stand between the other exponentials.
     """
     correction = gl.convert_layout(correction, gl.SliceLayout(1, sums.type.layout))[:, None]
     return gl.inline_asm_elementwise(_HOLD, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [sums, correction], dtype=gl.float32, is_pure=False,

@@ -2,12 +2,13 @@
 
 What a box has past the last column TMA fills with zeros. A box of nothing else takes as many bytes from L2 to the
 multiprocessor as any other, and they do not come evenly from all of L2, so that some multiprocessors wait longer than others:
-see `tiles.box_columns`. The forward of head dims 136 to 192, whose blocks have 256 columns, took 1.0 to 1.5 times as long, each
-allocation of its tensors its own. By counters (Nsight Compute, head dim 160, causal, 8192 keys) tensor cores were active for 43
-to 59% of the time, from one multiprocessor to another, and a slice of L2 had 22% more requests than the mean (FA3, which has no
-such box, 2%). us, 16 heads, 8192 tokens, causal, single runs, with boxes of zeros, without (FA3): head dim 144 775, 500 (523),
-152 848, 599 (623), 160 590 to 765, 570 (572), 168 846, 646 (633), 176 671 to 764, 656 (582), 192 743, 650 (577). The backward
-of 176 2519 to 2310; of 144, 160, 192, 192/128 and 160/128 it takes 0.98 to 1.01 of the time.
+see `tiles.box_columns`. The forward of head dims 136 to 192, whose blocks have 256 columns but where the rest lies apart
+(`tiles.HopperConfig`), took 1.0 to 1.5 times as long, each allocation of its tensors its own. By counters (Nsight Compute, head
+dim 160, causal, 8192 keys) tensor cores were active for 43 to 59% of the time, from one multiprocessor to another, and a slice
+of L2 had 22% more requests than the mean (FA3, which has no such box, 2%). us, 16 heads, 8192 tokens, causal, single runs, with
+boxes of zeros, without (FA3): head dim 144 775, 500 (523), 152 848, 599 (623), 160 590 to 765, 570 (572), 168 846, 646 (633),
+176 671 to 764, 656 (582), 192 743, 650 (577). The backward of 176 2519 to 2310; of 144, 160, 192, 192/128 and 160/128 it takes
+0.98 to 1.01 of the time.
 """
 
 from flashtile.device.compat import gl, gluon, tma_load
