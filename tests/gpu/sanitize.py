@@ -27,8 +27,8 @@ from cases import named  # noqa: E402
 
 FEATURES = named(
     "causal_ragged", "causal_empty_rows", "gqa", "window_both", "softcap", "alibi", "sinks", "dropout", "dim_40_8",
-    "dim_32_short", "dim_192_128", "dim_256_causal", "varlen_cross_causal", "varlen_used", "packed_qkv", "short_causal",
-    "short_varlen", "deterministic", "varlen_deterministic", "alibi_empty_rows", "varlen_alibi",
+    "dim_32_short", "dim_160", "dim_192_128", "dim_256_causal", "varlen_cross_causal", "varlen_used", "varlen_dim_168",
+    "packed_qkv", "short_causal", "short_varlen", "deterministic", "varlen_deterministic", "alibi_empty_rows", "varlen_alibi",
 )  # fmt: skip
 
 
