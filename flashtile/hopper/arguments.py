@@ -222,7 +222,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
-        "LIVE_D": live_d, "LIVE_DV": live_dv,
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "TILE_N": config.tile_n,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,

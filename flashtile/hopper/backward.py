@@ -159,7 +159,6 @@ from flashtile.device.compat import (
     mbarrier,
     partition_barrier,
     tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -413,13 +412,13 @@ def _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED: gl.constexpr
 def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile, head, num_heads, padded_rows, step,
                LIVE: gl.constexpr, TILE_M: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
     """One tile of q or dout and its row statistic."""
-    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
+    BOXES: gl.constexpr = boxes.num_boxes(desc, LIVE)
     slot = step % NUM_STAGES
     mbarrier.wait(free.index(slot), _phase(step, NUM_STAGES) ^ 1)
     mbarrier.expect(ready.index(slot), BOXES * desc.block_type.nbytes + row_desc.block_type.nbytes)
     row = tile * TILE_M
     at, place_row = boxes.place(walk.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
-    boxes.load(desc, smem.index(slot), ready.index(slot), at, head, place_row, PACKED, BOXES)
+    boxes.load(desc, smem.index(slot), ready.index(slot), at, head, place_row, LIVE, PACKED)
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED)
     tma_load(row_desc, [stats_row + row], ready.index(slot), row_smem.index(slot))
 
@@ -427,13 +426,13 @@ def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile,
 @gluon.jit
 def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr, PACKED: gl.constexpr):
     """The tile of k or v."""
-    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
+    BOXES: gl.constexpr = boxes.num_boxes(desc, LIVE)
     mbarrier.wait(free.index(0), (turn & 1) ^ 1)
     mbarrier.expect(ready.index(0), HALVES * BOXES * desc.block_type.nbytes)
     for half in gl.static_range(HALVES):
         row = walk.col_begin + HALF_N * half
         at, place_row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
-        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head, place_row, PACKED, BOXES)
+        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head, place_row, LIVE, PACKED)
 
 
 @gluon.jit
@@ -643,11 +642,8 @@ def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED:
     columns.store(tile, smem.reshape([HALF_N, DIM]))
     fence_async_shared()
     partition_barrier()
-    if PACKED:
-        end = lengths.start_k + lengths.seqlen_k
-        tma_store(desc, [boxes.PACKED_ROWS, end, walk.kv_head, boxes.PACKED_ROWS - lengths.seqlen_k + row, 0], smem)
-    else:
-        tma_store(desc, [walk.batch, walk.kv_head, row, 0], smem)
+    at, row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
+    boxes.store(desc, smem, at, walk.kv_head, row, PACKED)
 
 
 # ---- dq, for both splits ----

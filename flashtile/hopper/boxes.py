@@ -1,4 +1,4 @@
-"""Tiles that TMA loads: where their rows are, and the boxes of those columns that count.
+"""Tiles that TMA loads and stores: where their rows are, and the boxes of those columns that count.
 
 What a box has past the last column TMA fills with zeros. A box of nothing else takes as many bytes from L2 to the
 multiprocessor as any other, and they do not come evenly from all of L2, so that some multiprocessors wait longer than others:
@@ -11,7 +11,7 @@ boxes of zeros, without (FA3): head dim 144 775, 500 (523), 152 848, 599 (623), 
 0.98 to 1.01 of the time.
 """
 
-from flashtile.device.compat import gl, gluon, tma_load
+from flashtile.device.compat import gl, gluon, tma_load, tma_store
 from flashtile.hopper import arguments
 
 # Rows of a packed tensor as its TMA descriptor sees it.
@@ -28,12 +28,6 @@ def place(batch, start, length, row, PACKED: gl.constexpr):
 
 
 @gluon.constexpr_function
-def block_of(live):
-    """Columns of a tile of which so many count: see `tiles.live_columns`."""
-    return max(64, 1 << (live - 1).bit_length())
-
-
-@gluon.constexpr_function
 def _shape_of(count, block, columns):
     return [count, *block[:-1], columns]
 
@@ -45,9 +39,9 @@ def allocate(desc, count: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def num_boxes(block, tile, live):
-    """How many boxes, of the shape `block`, have the live columns of a tile."""
-    return 1 if block[-1] == tile[-1] else -(-live // block[-1])
+def num_boxes(desc, live):
+    """How many boxes of a descriptor have so many live columns."""
+    return -(-live // desc.block_type.shape[-1])
 
 
 @gluon.jit
@@ -59,12 +53,18 @@ def _load_box(desc, smem, ready, at, head, row, PACKED: gl.constexpr, COL: gl.co
 
 
 @gluon.jit
-def load(desc, smem, ready, at, head, row, PACKED: gl.constexpr, BOXES: gl.constexpr, COL: gl.constexpr = 0):
-    """Start the loads of a tile's boxes, from column COL on. at, row: of `place`; head, row: in the order of the descriptor."""
+def load(desc, smem, ready, at, head, row, LIVE: gl.constexpr, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """Start the loads of LIVE columns from COL on. at, row: of `place`; head, row: in the order of the descriptor."""
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    if COLUMNS == smem.shape[-1]:
-        _load_box(desc, smem, ready, at, head, row, PACKED, COL)
+    boxes = smem._reinterpret(desc.dtype, [smem.shape[-1] // COLUMNS] + desc.block_type.shape, desc.layout)
+    for box in gl.static_range(num_boxes(desc, LIVE)):
+        _load_box(desc, boxes.index(box), ready, at, head, row, PACKED, COL + box * COLUMNS)
+
+
+@gluon.jit
+def store(desc, smem, at, head, row, PACKED: gl.constexpr, COL: gl.constexpr = 0):
+    """Start the store of a tile of the descriptor's shape; arguments as of `load`."""
+    if PACKED:
+        tma_store(desc, [PACKED_ROWS, at, head, row, COL], smem)
     else:
-        boxes = smem._reinterpret(desc.dtype, [smem.shape[-1] // COLUMNS] + desc.block_type.shape, desc.layout)
-        for box in gl.static_range(BOXES):
-            _load_box(desc, boxes.index(box), ready, at, head, row, PACKED, COL + box * COLUMNS)
+        tma_store(desc, [at, head, row, COL], smem)

@@ -34,7 +34,8 @@ ALiBi, where it is a difference of positions (keys up to the diagonal, head dims
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
-What limits it (times in benchmarks/results/nvidia-h200/paper.json; attention-counters.json, FA3's in forward-counters.json):
+What limits it (times in benchmarks/results/nvidia-h200/paper-forward.json; counters in attention-counters.json, FA3's in
+forward-counters.json, both of earlier kernels):
 - long sequences: the tensor pipe, active 98% of the cycles at head dim 256 full and 95% causal, 84% and 82% at 128 (8192 keys;
   FA3 96%, 95%, 86% full; before LAZY 84% at head dim 256 causal), and then the power limit (1.5 to 1.6 GHz).
 - by the clock in the loop: a step takes 2058 clocks at head dim 256 full, 2153 causal (2400 before LAZY), 2400 at head dim 128
@@ -228,7 +229,6 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -381,9 +381,8 @@ def _receive(ring, lengths, index, PACKED: gl.constexpr):
 @gluon.jit
 def _load_rows(desc, smem, ready, place, head, row, LIVE: gl.constexpr, PACKED: gl.constexpr, COL: gl.constexpr = 0):
     """LIVE columns from COL on. head and row: of q as `_head_and_row` gives them."""
-    BOXES: gl.constexpr = boxes.num_boxes(desc.block_type.shape, smem.shape, LIVE)
-    mbarrier.expect(ready, BOXES * desc.block_type.nbytes)
-    boxes.load(desc, smem, ready, place, head, row, PACKED, BOXES, COL)
+    mbarrier.expect(ready, boxes.num_boxes(desc, LIVE) * desc.block_type.nbytes)
+    boxes.load(desc, smem, ready, place, head, row, LIVE, PACKED, COL)
 
 
 @gluon.jit
@@ -467,8 +466,8 @@ def _load_step(
         ready = ring.k_ready.index(slot)
         mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
         mbarrier.expect(ready, k_desc.block_type.nbytes + k_rest_desc.block_type.nbytes)
-        boxes.load(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 1)
-        boxes.load(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, PACKED, 1, COL)
+        boxes.load(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, COL, PACKED)
+        boxes.load(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, LIVE_D - COL, PACKED, COL)
     if step + i > 0:
         place = gl.where(i > 0, k_place, v_place)
         head = gl.where(i > 0, kv_head, v_head)
@@ -776,14 +775,6 @@ def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _start_store(out_desc, buffer, place, head, row, COL: gl.constexpr, PACKED: gl.constexpr):
-    if PACKED:
-        tma_store(out_desc, [boxes.PACKED_ROWS, place, head, row, COL], buffer)
-    else:
-        tma_store(out_desc, [place, head, row, COL], buffer)
-
-
-@gluon.jit
 def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, HEADS: gl.constexpr,
            PACKED: gl.constexpr):  # fmt: skip
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
@@ -808,10 +799,10 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin, PACKED)
     head, row = _head_and_row(part.head, row, HEADS)
     if not HALVES:
-        _start_store(out_desc, buffer, place, head, row, 0, PACKED)
+        boxes.store(out_desc, buffer, place, head, row, PACKED)
     else:
-        _start_store(out_desc, left_buffer, place, head, row, 0, PACKED)
-        _start_store(out_desc, buffer, place, head, row, COLS, PACKED)
+        boxes.store(out_desc, left_buffer, place, head, row, PACKED)
+        boxes.store(out_desc, buffer, place, head, row, PACKED, COLS)
     # After the fence, which waits for stores before it
     layout: gl.constexpr = row_lse.type.layout
     rows, heads = _rows_and_heads(part, HEADS, layout)
@@ -963,11 +954,10 @@ def _allocate_barriers(count: gl.constexpr, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
-              NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr,
-              BIAS: gl.constexpr):  # fmt: skip
+def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+              LIVE_D: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+              OWN_OUT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
-    BLOCK_D: gl.constexpr = boxes.block_of(LIVE_D)
     LEFT: gl.constexpr = BLOCK_D // 2 if SPLIT_Q else BLOCK_D
     if q_rest_desc is None:
         q_smem = boxes.allocate(q_desc, Q_SLOTS, LEFT)
@@ -990,7 +980,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D
     else:
         k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT)
         k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT)
-    v_smem = boxes.allocate(v_desc, NUM_STAGES, boxes.block_of(LIVE_DV))
+    v_smem = boxes.allocate(v_desc, NUM_STAGES, BLOCK_DV)
     return Ring(
         q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
         _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
@@ -1006,10 +996,10 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D
 def attention_forward(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout,
     lse_stride, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr,
-    BIAS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
+    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
+    HALF_FIRST: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is.
@@ -1022,8 +1012,8 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, LIVE_D, LIVE_DV, NUM_CONSUMERS, SPLIT_Q,
-                     NUM_STAGES, OWN_OUT, BIAS)  # fmt: skip
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D, BLOCK_DV, LIVE_D, NUM_CONSUMERS,
+                     SPLIT_Q, NUM_STAGES, OWN_OUT, BIAS)  # fmt: skip
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
