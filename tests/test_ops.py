@@ -151,6 +151,24 @@ def test_hopper_comes_first_on_hopper():
     assert dispatch.plan(small, h200, "forward", ("hopper", "portable")).tier == "hopper"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "causal", "tier"),
+    [(64, 384, False, "portable"), (64, 512, False, "hopper"), (64, 1024, True, "portable"), (128, 256, True, "portable"),
+     (128, 384, True, "hopper"), (256, 256, False, "hopper")],
+)  # fmt: skip
+def test_one_tile_of_few_keys_a_multiprocessor_is_portable(head_dim, seqlen, causal, tier):
+    tile_rows = 256 if head_dim == 64 else 128
+    problem = AttentionProblem(
+        1, seqlen, seqlen, 132 // -(-seqlen // tile_rows), 1, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0,
+        window=(None, 0 if causal else None),
+    )  # fmt: skip
+    h200 = hardware.by_name("H200")
+    assert dispatch.plan(problem, h200, "forward").tier == tier
+    assert dispatch.plan(problem, h200, "backward").tier == "hopper"
+    two_tiles = dataclasses.replace(problem, batch=2)
+    assert dispatch.plan(two_tiles, h200, "forward").tier == "hopper"
+
+
 def test_plan_is_made_once_for_equal_problems():
     problems = [AttentionProblem.from_tensors(Operands(*qkv())) for _ in range(2)]
     assert dispatch.plan(problems[0], hardware.CPU) is dispatch.plan(problems[1], hardware.CPU)

@@ -6,6 +6,13 @@ from flashtile import tiles
 
 DIRECTIONS = ("forward", "backward")
 
+# By padded head dim the most keys, without and with a causal mask, for which the portable kernel's smaller tiles end sooner
+# where each multiprocessor has one tile at most: H200, single runs, us from a cold L2. In brackets the portable kernel's. Head
+# dim 64: 8 x 128 keys of 16 heads 14.7 (9.2), 8 x 256 17.1 (16.5), with a softcap 25.7 (18.5), 4 x 384 19.1 (13.7), 4 x 512
+# 21.1 (22.9), causal 22.0 (19.2), 2 x 1024 causal 29.0 (26.7); 128: 8 x 128 13.8 (12.2), 4 x 256 14.5 (13.7), 4 x 384 20.0
+# (25.4); 256: 8 x 256 of 8 heads 19.6 (22.7).
+_FEW_KEYS = {64: (384, 1024), 128: (256, 256)}
+
 
 def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
@@ -33,6 +40,10 @@ def yields(problem, device, direction) -> str | None:
         num_tiles = sequences * problem.num_heads * -(-rows // tiles.hopper_config(problem, device).tile_m)
         if 2 * num_tiles <= device.num_sms:
             return f"fills {num_tiles} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
+        block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
+        few_keys = _FEW_KEYS.get(block_dim, (0, 0))[problem.causal]
+        if num_tiles <= device.num_sms and problem.seqlen_k <= few_keys and not problem.varlen:
+            return f"a tile a multiprocessor, of {problem.seqlen_k} keys; the portable kernel's smaller tiles end sooner"
     return None
 
 
