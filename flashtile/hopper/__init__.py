@@ -34,8 +34,8 @@ def refuses(problem, device, direction) -> str | None:
 def yields(problem, device, direction) -> str | None:
     """Why a later tier is faster for a problem that this one takes, or None."""
     if direction == "forward":
-        # This kernel takes 12 us at least (guide.json in benchmarks/results/nvidia-h200). The portable one's tiles are half as
-        # high or less: it uses twice the multiprocessors, each at two thirds of the speed (paper-portable.json).
+        # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
+        # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).
         sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
         num_tiles = sequences * problem.num_heads * -(-rows // tiles.hopper_config(problem, device).tile_m)
         if 2 * num_tiles <= device.num_sms:

@@ -170,7 +170,7 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   with 104 registers, where p and the next scores side by side take 110, so the products of a consumer one after the other,
   without turns. us, causal 512 keys 124 to 117, but full 512 166 to 170, causal 1024 183 to 190, 2048 311 to 340, full 8192
   2009 to 2430: four consumers that hide each other's waits are no substitute for products in flight under a softmax.
-- a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.45 where both
+- a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.43 where both
   take turns at the power limit, ratios.json). By windows of 128 to 4096 a tile of queries takes 3.5 to 4 us beside its steps of
   1.35 us, and a window of 1024 has 9 of these for 8 that count; a masked step has 260 instructions more.
 - one exponential in 16, 8 or 4 by a polynomial of degree 4 on the FMA pipe, as FA4 does on Blackwell: head dim 128 causal
@@ -212,12 +212,12 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   head dims, with three stages of keys (in the memory that out has of its own) 2% at head dim 128; those three stages alone 0 to
   1.6% slower. Keys handed back together with values: 4 to 12% slower.
 - short calls, where a program has one tile or two. Head dim 64, 8 x 256 keys of 16 heads, from a warm L2, 15,400 clocks: tile
-  received 770, queries and keys there 2600, first softmax done 3230, 3 steps more 10500 (2400 each, 1800 in long calls: the
-  code of four consumers is read for the first time), border and store 14100. The first keys loaded before the queries: 16.8 to
-  16.4 us, 8 x 512 31.2 to 30.5, but 16 x 1024 causal of 32 heads 181.7 to 185.0, 32 x 512 causal 123.1 to 123.6, head dim 128
-  equal. The first softmax of a tile that does not come left out by a branch: 16.4 to 16.2 us, full 512 keys of 32 heads 165.8
-  to 169.1, and wrong: ptxas moves registers at the branch that the product under way writes. No counter where programs have
-  one tile each: equal.
+  received 770, queries and keys there 2600, first softmax done 3230, 3 steps more 10500 (2400 each, 1800 in long calls:
+  probably since the code of four consumers is read for the first time), border and store 14100. The first keys loaded before
+  the queries: 16.8 to 16.4 us, 8 x 512 31.2 to 30.5, but 16 x 1024 causal of 32 heads 181.7 to 185.0, 32 x 512 causal 123.1 to
+  123.6, head dim 128 equal. The first softmax of a tile that does not come left out by a branch: 16.4 to 16.2 us, full 512 keys
+  of 32 heads 165.8 to 169.1, and wrong at head dims 128 and 256, without a warning of ptxas: probably it moves registers at the
+  branch that the product under way writes. No counter where programs have one tile each: equal.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.
