@@ -113,5 +113,8 @@ def test_early_releases_are_found():
     lines = READ_AND_RELEASE.splitlines()
     # The use, which waits for the load, before the barrier is told
     assert early_releases("\n".join(lines[:-4] + lines[-2:] + lines[-4:-2])) == ()
+    # A barrier of all threads before: what loads belongs to another partition
+    everybody = lines[-4].replace(lines[-4].split("*/")[1].split("/*")[0], " BAR.SYNC.DEFER_BLOCKING 0x1 ; ")
+    assert early_releases("\n".join(lines[:-4] + [everybody, lines[-3]] + lines[-4:])) == ()
     # A barrier that TMA does not wait for
     assert early_releases(READ_AND_RELEASE.replace("TRYWAIT P2, [R0+URZ+0x2c6c0]", "TRYWAIT P2, [R0+URZ+0x2c6d0]")) == ()

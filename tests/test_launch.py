@@ -69,7 +69,8 @@ def test_launches_exchange_addresses_alone(launched_again):
         launches.run(x, None, workspace)
         assert (len(kernel.launches), len(launched_again)) == ((repeat + 1, 0) if repeat < 2 else (2, 1))
     grid, (group, _), named = kernel.launches[0]
-    assert (grid, group.stride, named) == ((3,), 7, {"DIM": 64, "TILE": 16, "num_warps": 4})
+    assert (grid, group.stride) == ((3,), 7)
+    assert named == {"DIM": 64, "TILE": 16, "num_warps": 4, "enable_fp_fusion": True}
     group = (x.data_ptr(), 7, (workspace.data_ptr() + 16, None))
     assert launched_again == [(3, 1, 1, 7, "flags", group, x.data_ptr(), 16, 64)]
 

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flashtile.device.launch import launch_now
+from flashtile.device.versions import triton_version
 from flashtile.errors import UnsupportedError, explain
 
 # Tensor core instructions: wgmma is HGMMA (QGMMA for fp8), tcgen05.mma UTC?MMA, mma.sync HMMA (IMMA int8, DMMA fp64).
@@ -33,6 +35,8 @@ _INSTRUCTION = re.compile(
 )
 # A barrier of one partition's threads
 _PARTITION = re.compile(r"BAR\.SYNC\S* (0x[0-9a-f]+), 0x")
+# Of all threads: a partition's code ends there
+_EVERYBODY = re.compile(r"BAR\.SYNC\S* 0x[0-9a-f]+$")
 # What an address in shared memory adds to registers
 _OFFSET = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)?\]")
 _RESOURCES = re.compile(r"Function (\w+):\s*\n?\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
@@ -145,7 +149,8 @@ def compile_kernel(kernel, args=(), constexprs=None, *, num_warps=4, num_stages=
     by_name = dict(args) if isinstance(args, dict) else {}
     by_position = () if by_name else args
     with launches(arch, sass=sass, ptxas=ptxas) as reports:
-        kernel[(1,)](*by_position, **by_name, **(constexprs or {}), num_warps=num_warps, num_stages=num_stages, **options)
+        options |= {"num_warps": num_warps, "num_stages": num_stages}
+        launch_now(kernel, (1,), by_position, by_name | (constexprs or {}), **options)
     return reports[-1]
 
 
@@ -249,6 +254,8 @@ def early_releases(code):
         for counter in range(6):
             if control >> 11 >> counter & 1:
                 under_way.pop(counter, None)
+        if _EVERYBODY.match(text):
+            under_way.clear()
         if text.startswith("SYNCS.ARRIVE.TRANS64.A1T0") and _OFFSET.search(text)[1] in guards:
             found += [f"{address}: {text} before {load}" for load in under_way.values()]
         counter = control >> 5 & 7
@@ -266,7 +273,9 @@ def _ptxas(ptx, arch, folder):
     source.write_text(ptx)
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
     begin = time.perf_counter()
-    log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", source, "-o", folder / "again.cubin"],
+    # As Triton 3.8 and 3.9 call it
+    options = ["--regAllocOptLevel=2"] if triton_version() >= (3, 8) else []
+    log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", *options, source, "-o", folder / "again.cubin"],
                          check=True, capture_output=True, text=True).stderr  # fmt: skip
     seconds = time.perf_counter() - begin
     warnings = tuple(line.strip() for line in log.splitlines() if "warning" in line or re.search(r"\bC75\d\d\b", line))

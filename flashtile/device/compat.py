@@ -1,4 +1,4 @@
-"""What differs between Triton 3.6, 3.7 and 3.8, in one place: Gluon's names for barriers, TMA copies and descriptors.
+"""What differs between Triton 3.6, 3.7, 3.8 and 3.9, in one place: Gluon's names for barriers, TMA copies and descriptors.
 
 Kernels take these names from here and nothing that is versioned from Triton itself.
 """
@@ -18,14 +18,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # 3.6 calls it thread_barrier
 partition_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# 3.8 has async_load and async_store, and keeps the old names for now
+# From 3.8 on; 3.9 has no other names
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+# From 3.9 on, which has no other name
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+# Shared memory as another dtype, shape and layout: a method, which 3.9 has made public
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 # Programmatic dependent launch: the next kernel of the stream may begin, up to its gdc_wait
 allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
-    "TensorDescriptor", "allow_dependents", "async_copy", "fence_async_shared", "gl", "gluon", "mbarrier",
-    "partition_barrier", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "TensorDescriptor", "allow_dependents", "async_copy", "copy_async", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "partition_barrier", "reinterpret", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What starts a compiled kernel again: the driver itself, or Triton's launcher, whose calls differ between 3.6, 3.7 and 3.8.
 
-Apart from `compat`, the other file that knows Triton's versions: the portable tier needs this one, and no Gluon.
+Apart from `compat`, the other file that knows how Triton's versions differ: the portable tier needs this one, and no Gluon.
 """
 
 import ctypes
@@ -10,11 +10,12 @@ from functools import cache
 from inspect import getclosurevars
 from typing import Any, NamedTuple
 
-import triton
 from triton import knobs
 from triton.runtime import driver
 
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+from flashtile.device.versions import NEWEST, OLDEST, triton_version
+
+_VERSION = triton_version()
 
 
 def hooked():
@@ -41,7 +42,7 @@ def launcher_of(compiled) -> Launcher | None:
     """The Launcher of a compiled kernel; None for a version of Triton, or a kernel, that we don't know how to launch."""
     launcher, descriptors = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or []
     more = any(getattr(launcher, name, False) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled"))
-    if not (3, 6) <= _VERSION <= (3, 8) or more or not all(descriptors):
+    if not OLDEST <= _VERSION <= NEWEST or more or not all(descriptors):
         return None
     flags = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     # hooks and scratch memory, none

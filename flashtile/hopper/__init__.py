@@ -3,6 +3,7 @@
 import torch
 
 from flashtile import tiles
+from flashtile.device import versions
 
 DIRECTIONS = ("forward", "backward")
 
@@ -32,7 +33,9 @@ def refuses(problem, device, direction) -> str | None:
 
 
 def yields(problem, device, direction) -> str | None:
-    """Why a later tier is faster for a problem that this one takes, or None."""
+    """Why a problem that this tier takes is better left to a later one, or None."""
+    if reason := versions.unknown():
+        return reason
     if direction == "forward":
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).

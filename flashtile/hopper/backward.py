@@ -158,6 +158,7 @@ from flashtile.device.compat import (
     gluon,
     mbarrier,
     partition_barrier,
+    reinterpret,
     tma_load,
     tma_store_wait,
     warpgroup_mma,
@@ -873,7 +874,7 @@ def _compute_rows(
     ROOM: gl.constexpr = _room_for_dk(DSCORES_STAGES, TILE_M, BLOCK_D)
     DV_FITS: gl.constexpr = BLOCK_D == BLOCK_DV and ROOM > 1
     if ROOM > 0:
-        out_smem = buffers.dscores[HALF]._reinterpret(k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
+        out_smem = reinterpret(buffers.dscores[HALF], k.dtype, [ROOM] + dk_desc.block_type.shape, dk_desc.layout)
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)

@@ -11,7 +11,7 @@ boxes of zeros, without (FA3): head dim 144 775, 500 (523), 152 848, 599 (623), 
 0.98 to 1.01 of the time.
 """
 
-from flashtile.device.compat import gl, gluon, tma_load, tma_store
+from flashtile.device.compat import gl, gluon, reinterpret, tma_load, tma_store
 from flashtile.hopper import arguments
 
 # Rows of a packed tensor as its TMA descriptor sees it.
@@ -56,7 +56,7 @@ def _load_box(desc, smem, ready, at, head, row, PACKED: gl.constexpr, COL: gl.co
 def load(desc, smem, ready, at, head, row, LIVE: gl.constexpr, PACKED: gl.constexpr, COL: gl.constexpr = 0):
     """Start the loads of LIVE columns from COL on. at, row: of `place`; head, row: in the order of the descriptor."""
     COLUMNS: gl.constexpr = desc.block_type.shape[-1]
-    boxes = smem._reinterpret(desc.dtype, [smem.shape[-1] // COLUMNS] + desc.block_type.shape, desc.layout)
+    boxes = reinterpret(smem, desc.dtype, [smem.shape[-1] // COLUMNS] + desc.block_type.shape, desc.layout)
     for box in gl.static_range(num_boxes(desc, LIVE)):
         _load_box(desc, boxes.index(box), ready, at, head, row, PACKED, COL + box * COLUMNS)
 

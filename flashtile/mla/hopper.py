@@ -83,11 +83,13 @@ from flashtile.device.compat import (
     TensorDescriptor,
     allow_dependents,
     async_copy,
+    copy_async,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     partition_barrier,
+    reinterpret,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -307,22 +309,21 @@ def _word_ptrs(keys, rows, byte, NUMBER: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _words_of_half(ring, slot, half):
     """A half of a slot as int32."""
-    return ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF])._reinterpret(gl.int32, [TILE, HALF // 2], WORDS)
+    return reinterpret(ring.latent_smem.index(slot * 2 + half).reshape([TILE, HALF]), gl.int32, [TILE, HALF // 2], WORDS)
 
 
 @gluon.jit
 def _copy_half(ring, keys, rows, slot, half, layout: gl.constexpr):
     """A half of each token that is not packed goes straight to its place; zeros where hidden."""
-    async_copy.async_copy_global_to_shared(_words_of_half(ring, slot, half),
-                                           _word_ptrs(keys, rows, half * (2 * HALF), HALF // 2, layout),
-                                           mask=(rows >= 0)[:, None])  # fmt: skip
+    ptrs = _word_ptrs(keys, rows, half * (2 * HALF), HALF // 2, layout)
+    copy_async(_words_of_half(ring, slot, half), ptrs, mask=(rows >= 0)[:, None])
 
 
 @gluon.jit
 def _copy_rope(ring, keys, rows, byte, slot, layout: gl.constexpr):
     """The rotary part of each token, which is never packed."""
-    smem = ring.rope_smem.index(slot).reshape([TILE, 64])._reinterpret(gl.int32, [TILE, 32], WORDS)
-    async_copy.async_copy_global_to_shared(smem, _word_ptrs(keys, rows, byte, 32, layout), mask=(rows >= 0)[:, None])
+    smem = reinterpret(ring.rope_smem.index(slot).reshape([TILE, 64]), gl.int32, [TILE, 32], WORDS)
+    copy_async(smem, _word_ptrs(keys, rows, byte, 32, layout), mask=(rows >= 0)[:, None])
 
 
 @gluon.jit
@@ -337,16 +338,15 @@ def _copy_scales(ring, keys, offsets, slot, pairs: gl.constexpr):
     """The two scales of the half that comes first in a slot, then those of the other."""
     half = gl.arange(0, 2, gl.SliceLayout(1, pairs)) ^ slot
     ptrs = _bytes_at(keys, offsets[None, :], (SCALES_BYTE + 8 * half)[:, None])
-    async_copy.async_copy_global_to_shared(
-        ring.scale_smem.index(slot).reshape([2, TILE]), ptrs.to(gl.pointer_type(gl.int64), bitcast=True),
-        mask=(offsets >= 0)[None, :] & (half >= 0)[:, None])  # fmt: skip
+    copy_async(ring.scale_smem.index(slot).reshape([2, TILE]), ptrs.to(gl.pointer_type(gl.int64), bitcast=True),
+               mask=(offsets >= 0)[None, :] & (half >= 0)[:, None])  # fmt: skip
 
 
 @gluon.jit
 def _copy_entries(ring, keys, sequence, cols, length):
     """`portable.look_up` by copies; zeros where hidden."""
     ptrs = portable.entry_ptrs(keys, sequence, cols)
-    async_copy.async_copy_global_to_shared(ring.entry_smem, ptrs, mask=cols < length)
+    copy_async(ring.entry_smem, ptrs, mask=cols < length)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from flashtile import hardware, settings
+from flashtile.device import versions
 from flashtile.errors import UnsupportedError
 
 # Fastest first: benchmarks/results/nvidia-h200/mla-hopper.json and mla-portable.json.
@@ -39,6 +40,9 @@ def plan(problem, device, prefer=()) -> Plan:
         if name != "reference" and device.arch == "cpu" and not settings.triton_interprets():
             # Without importing Triton, which may be missing
             refusals.append((name, "needs a GPU, or FLASHTILE_TIER=portable and TRITON_INTERPRET=1"))
+            continue
+        if name == "hopper" and name not in prefer and (reason := versions.unknown()):
+            refusals.append((name, reason))
             continue
         tier = import_module(TIERS[name])
         reason = tier.refuses(problem, device)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from flashtile.device import softmax
+from flashtile.device.launch import launch_now
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.tensors import Rows, head_ptr, rows_of
 
@@ -84,7 +85,9 @@ def launch(out_partial, lse_partial, out, lse):
     out_rows = Rows(out_partial, *out_partial.stride()[1:4])
     lse_rows = Rows(lse_partial, lse_partial.stride(1), lse_partial.stride(3), lse_partial.stride(2))
     block_dim = triton.next_power_of_2(dim)
-    combine_splits[(batch * seqlen_q * heads,)](
-        out_rows, lse_rows, rows_of(out), rows_of(lse, lse=True), out_partial.stride(0), lse_partial.stride(0), splits,
-        seqlen_q, heads, CHUNK=chunk_of(1, block_dim, ELEMENTS), DIM=dim, BLOCK_DIM=block_dim, num_warps=4,
+    launch_now(
+        combine_splits, (batch * seqlen_q * heads,),
+        (out_rows, lse_rows, rows_of(out), rows_of(lse, lse=True), out_partial.stride(0), lse_partial.stride(0), splits,
+         seqlen_q, heads),
+        {"CHUNK": chunk_of(1, block_dim, ELEMENTS), "DIM": dim, "BLOCK_DIM": block_dim}, num_warps=4,
     )  # fmt: skip
