@@ -114,6 +114,22 @@ def test_packed_sequences_do_not_see_each_other(model, by):
     torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_position_ids_may_be_a_buffer_that_is_written_again(mode):
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation(integration.NAME)
+    plain, packed = torch.arange(14)[None], torch.cat([torch.arange(5), torch.arange(9)])[None]
+
+    def logits(position_ids):
+        return model(TOKENS[:1], position_ids=position_ids, use_cache=False).logits
+
+    with mode():
+        buffer = plain.clone()
+        for positions in (plain, packed, plain):
+            buffer.copy_(positions)
+            assert torch.equal(logits(buffer), logits(positions.clone()))
+
+
 @pytest.mark.parametrize("mask", ["no mask", "left padding"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(model, mask, cache):

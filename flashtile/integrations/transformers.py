@@ -12,6 +12,7 @@ get output 0. A window counts tokens, not the padding between them, as transform
 of four dims are refused: what they hide is known to no one.
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
+Only at position_ids that were made in torch.inference_mode each layer looks anew.
 """
 
 import torch
@@ -124,7 +125,8 @@ class _Padding:
         return self.rows[length]
 
 
-# What was found out about masks and position_ids that are still in use, by tensor
+# What was found out about masks and position_ids that are still in use, by tensor. position_ids may be a buffer that the caller
+# writes again, so theirs has its version beside it.
 _paddings = WeakIdKeyDictionary()
 _packings = WeakIdKeyDictionary()
 
@@ -140,15 +142,24 @@ def _padding(mask):
 
 def _packing(position_ids):
     """(cu_seqlens, longest) of positions (1, total) that begin anew, or (None, None)."""
-    if position_ids not in _packings:
-        _packings[position_ids] = None, None
-        positions = position_ids.flatten()
-        starts = (positions.diff() != 1).nonzero().flatten() + 1
-        if len(starts):
-            cu_seqlens = F.pad(starts, (1, 1))
-            cu_seqlens[-1] = len(positions)
-            _packings[position_ids] = cu_seqlens.int(), int(cu_seqlens.diff().max())
-    return _packings[position_ids]
+    if position_ids.is_inference():
+        # Nothing tells when it is written to
+        return _packing_of(position_ids)
+    version, packing = _packings.get(position_ids, (None, None))
+    if version != position_ids._version:
+        packing = _packing_of(position_ids)
+        _packings[position_ids] = position_ids._version, packing
+    return packing
+
+
+def _packing_of(position_ids):
+    positions = position_ids.flatten()
+    starts = (positions.diff() != 1).nonzero().flatten() + 1
+    if not len(starts):
+        return None, None
+    cu_seqlens = F.pad(starts, (1, 1))
+    cu_seqlens[-1] = len(positions)
+    return cu_seqlens.int(), int(cu_seqlens.diff().max())
 
 
 def _attend_without_padding(q, k, v, padding, options):
