@@ -49,6 +49,21 @@ def test_positional_arguments_and_lse():
     check(got[1][..., 5:], lse[..., 5:])
 
 
+def test_a_right_side_longer_than_the_keys_is_a_window():
+    """FlashAttention 2 takes a side as long as all keys for none; here the right one hides keys from early queries."""
+    q, k, v = tensors(seqlen_q=10, seqlen_k=3)
+    expected, _ = definition(q, k, v, q.shape[-1] ** -0.5, lambda i, j: j <= i + 3)
+    out, lse = fa3.flash_attn_func(q, k, v, window_size=(-1, 3), return_attn_probs=True)
+    check(out, expected)
+    assert (lse[..., :4] == float("-inf")).all() and lse[..., 4:].isfinite().all()
+
+
+def test_used_lengths_of_a_batched_call_are_refused():
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match="seqused_q, seqused_k: expected cu_seqlens_q and cu_seqlens_k beside them"):
+        fa3._flash_attn_forward(q, k, v, seqused_k=torch.ones(q.shape[0], dtype=torch.int32))
+
+
 def test_flags_may_be_numbers():
     q, k, v = tensors()
     expected = fa3.flash_attn_func(q, k, v, causal=True)
@@ -137,6 +152,13 @@ def test_kvcache():
     flat = fa3.flash_attn_with_kvcache(q.flatten(0, 1), k_cache, v_cache, cache_seqlens=lengths, causal=True,
                                        cu_seqlens_q=torch.tensor([0, 3, 6]).int(), max_seqlen_q=3)  # fmt: skip
     torch.testing.assert_close(flat.view_as(out), out)
+
+
+def test_a_cache_that_can_not_be_written_in_place_is_refused():
+    cache = torch.zeros(1, 8, 16, 2).mT
+    new = torch.ones(1, 1, 2, 16)
+    with pytest.raises(ShapeError, match=r"k_cache: expected a contiguous last dim"):
+        fa3.flash_attn_with_kvcache(new, cache, cache.clone(), new, new, cache_seqlens=3)
 
 
 def test_kvcache_rows_of_a_page_table():

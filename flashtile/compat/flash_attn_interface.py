@@ -4,7 +4,7 @@
 
 Against FlashAttention 2 (`flashtile.compat.flash_attn`): the fourth argument is softmax_scale, there is neither dropout nor
 ALiBi, block_table is called page_table, return_attn_probs=True gives (out, lse), and a row without a visible key has lse -inf.
-What is said there of windows, padded head dims and strides holds here too.
+What is said there of padded head dims and strides holds here too; a window's sides are unbounded from other lengths on.
 
 What differs, or means nothing here:
 
@@ -26,10 +26,9 @@ from flashtile.compat.flash_attn.flash_attn_interface import (
     _contiguous,
     _flat,
     _prepared,
-    _window,
 )
 from flashtile.errors import ShapeError, UnsupportedError, explain
-from flashtile.problem import MAX_HEAD_DIM, Operands
+from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands
 
 LATENT = "Multi-head latent attention over a cache is in flashtile.compat.flash_mla."
 
@@ -137,14 +136,14 @@ def flash_attn_with_kvcache(
         raise UnsupportedError(explain("qv", "None", f"shape {tuple(qv.shape)}", LATENT))
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    capacity = k_cache.shape[1] if page_table is None else k_cache.shape[1] * page_table.shape[1]
+    # Caches as they are, without a contiguous last dim refused: what is appended to a copy would be lost
     result = api.attention_with_kvcache(
-        _contiguous(q), _contiguous(k_cache), _contiguous(v_cache), k=k, v=v, cache_seqlens=cache_seqlens,
+        _contiguous(q), k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens,
         block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=_as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=bool(rotary_interleaved),
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=bool(causal),
-        window=_window(window_size, capacity), softmax_scale=softmax_scale,
+        window=_window(window_size), softmax_scale=softmax_scale,
         softcap=softcap, num_splits=num_splits, return_lse=bool(return_softmax_lse),
     )  # fmt: skip
     return (*result, *_no_parts(q)) if return_softmax_lse else result
@@ -192,6 +191,9 @@ def _flash_attn_forward(
     for name, x in cache.items():
         if x is not None:
             raise UnsupportedError(explain(name, "None", f"shape {tuple(x.shape)}", "Call flash_attn_with_kvcache."))
+    if cu_seqlens_q is None and (seqused_q is not None or seqused_k is not None):
+        raise UnsupportedError(explain("seqused_q, seqused_k", "cu_seqlens_q and cu_seqlens_k beside them", "a batched call",
+                                       "Pass cu_seqlens of equal steps."))  # fmt: skip
     with torch.no_grad():
         if cu_seqlens_q is None:
             out, lse = flash_attn_func(q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale,
@@ -232,12 +234,17 @@ def _flash_attn_backward(
     return torch.nn.functional.pad(row_sums, (0, -row_sums.shape[-1] % PROBS_BLOCK))
 
 
+def _window(window_size):
+    """FlashAttention 3's window in flashtile's words; a side is unbounded from seqlen_k - 1 (left), seqlen_q - 1 (right) on."""
+    return tuple(None if side < 0 else min(side, INT32_MAX) for side in map(_as_int, window_size))
+
+
 def _options(q, seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):
     """FlashAttention 3's options in flashtile's words."""
     _refuse_chunk(attention_chunk)
     if softmax_scale is None:
         softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
-    return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=softmax_scale, softcap=softcap,
+    return dict(causal=bool(causal), window=_window(window_size), softmax_scale=softmax_scale, softcap=softcap,
                 dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
 
 
