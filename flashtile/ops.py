@@ -78,6 +78,11 @@ class _Call:
         if dout.stride(-1) != 1:
             # autograd made it (out.sum() gives an expanded one); the caller can't do better
             dout = dout.contiguous()
+        # Hooks on saved tensors, or the caller of the op, may have given them another layout
+        if lse.stride(-1) != 1:
+            lse = lse.contiguous()
+        if out.stride(-1) != 1:
+            out = out.contiguous()
         key = self.backward_key(operands, out, lse, dout, dlse)
         functions = self.others[direction]
         function = functions.get(key)
@@ -120,7 +125,7 @@ def _asked(operands, options) -> tuple:
 
 def _known(operands, options) -> _Call | None:
     """The call of plain tensors that is of a known kind, or None; what it is asked about may be of any type."""
-    if operands.cu_seqlens_q is not None and values_readable(operands.q):
+    if operands.cu_seqlens_q is not None and (operands.q is None or values_readable(operands.q)):
         # Its values are checked each time
         return None
     return _CALLS.find(operands, _asked(operands, options))
@@ -230,6 +235,7 @@ def nobody_observes():
     """The same of what is not in the tensors."""
     return (
         not is_compiling()
+        and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and _num_dispatch_modes() == 0
         and _innermost_transform() is None
@@ -244,6 +250,11 @@ def _keep(ctx, inputs, output):
     ctx.call, ctx.options = None, inputs[_NUM_TENSORS:]
 
 
+def _is_batched(x):
+    """Whether torch.autograd.grad(is_grads_batched=True) made it: its own vmap leaves no other sign."""
+    return x is not None and torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     """dq, dk, dv, dsinks, dslopes; None for those not needed. ctx.call: None where the op ran, with its options."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -254,7 +265,7 @@ def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if ctx.call is not None and unobserved(tensors):
+    if ctx.call is not None and unobserved(tensors) and not any(map(_is_batched, (dout, dlse))):
         given = Operands(*tensors), out, lse, dout, dlse
         dq, dk, dv, dsinks = ctx.call.run_backward(*given)
         dslopes = ctx.call.run_backward(*given, "dslopes") if needs_dslopes else None

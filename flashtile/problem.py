@@ -313,7 +313,7 @@ def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
             raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", _describe(x)))
         batch = x.shape[0] - 1
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not 0 <= length <= INT32_MAX:
+        if not isinstance(length, torch.SymInt) and not 0 <= length <= INT32_MAX:
             raise ValueRangeError(explain(name, f"0 <= {name} <= {INT32_MAX}", length))
     if values_readable(operands.q):
         for name, x, total, longest in (

@@ -10,6 +10,7 @@ from cases import CASES, named
 import flashtile
 from flashtile import dispatch, hardware, ops
 from flashtile.problem import AttentionProblem, Operands
+from flashtile.reference import naive
 
 NO_OPTIONS = (None, None, False, None, None, None, 0.0, 0.0, False, True)
 
@@ -120,6 +121,100 @@ def test_torch_tier_gives_the_same(causal, return_lse, monkeypatch):
     expected = flashtile.attention(*inputs, causal=causal)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(grads, torch.autograd.grad(expected, inputs, dout))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_causal_with_a_scale_that_is_not_positive(scale):
+    """torch's kernel hides keys before it scales: -inf * scale."""
+    q, k, v = qkv(requires_grad=True)
+    out = flashtile.attention(q, k, v, causal=True, softmax_scale=scale)
+    expected = naive.attention(q, k, v, causal=True, softmax_scale=scale)
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(expected, (q, k, v), dout)):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"window": (3, 3)}], ids=str)
+def test_products_inside_of_a_call_are_not_autocast(options):
+    """Operands come in autocast's dtype; sums, and what the backward pass computes in fp32, are not rounded to it."""
+    q, k, v = (x * 4 for x in qkv(dtype=torch.bfloat16))
+    expected = flashtile.attention(q, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = flashtile.attention(q, k, v, **options)
+        cached = flashtile.attention_with_kvcache(q, k, v)
+    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    assert torch.equal(cached, flashtile.attention_with_kvcache(q, k, v))
+    inputs = [x.float().requires_grad_() for x in (q, k, v)]
+    result = flashtile.attention(*inputs, **options)
+    result = sum(x.sum() for x in result) if options.get("return_lse") else result.sum()
+    expected = torch.autograd.grad(result, inputs, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(result, inputs)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("tier", ["reference", "portable"])
+def test_backward_takes_results_of_any_layout(tier, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", tier)
+    q, k, v = qkv()
+    arguments = q, k, v, *(None,) * 7, *NO_OPTIONS
+    out, lse = ops.forward_op(*arguments)
+    dout = torch.randn_like(out)
+    expected = ops.backward_op(dout, None, out, lse, *arguments)
+    for other in ((out, lse.mT.contiguous().mT), (out.mT.contiguous().mT, lse)):
+        for got, want in zip(ops.backward_op(dout, None, *other, *arguments), expected):
+            assert torch.equal(got, want)
+
+
+def test_v_of_another_head_dim_does_not_store_the_scores():
+    """torch's kernel on CPUs wants one head dim; without it there is only its way that stores them."""
+    q, k, v = torch.randn(3, 1, 16, 2, 32).unbind()
+    problem = AttentionProblem.from_tensors(
+        Operands(q, k, v[..., :16]), causal=False, window=(None, None), softmax_scale=None, softcap=0.0, dropout_p=0.0,
+        deterministic=False, return_lse=False,
+    )  # fmt: skip
+    assert dispatch.plan(problem, hardware.detect(q.device), "forward").tier == "reference"
+
+
+def test_traced_calls_are_the_op():
+    """torch.jit.trace would keep the loops of one call."""
+    def call(q, k, v):
+        return flashtile.attention(q, k, v, window=(40, 40))
+
+    traced = torch.jit.trace(call, qkv(), check_trace=False)
+    longer = qkv(300)
+    torch.testing.assert_close(traced(*longer), call(*longer), atol=0, rtol=0)
+
+
+def test_batched_gradients():
+    """autograd's own vmap, which shows in nothing but the tensors."""
+    q, k, v = qkv(requires_grad=True)
+    out = flashtile.attention(q, k, v, causal=True)
+    douts = torch.randn(3, *out.shape)
+    batched = torch.autograd.grad(out, (q, k, v), douts, is_grads_batched=True, retain_graph=True)
+    for i, dout in enumerate(douts):
+        for got, want in zip(batched, torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)):
+            torch.testing.assert_close(got[i], want)
+
+
+def test_compile_packed_with_a_longest_from_data(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    def call(q, cu_seqlens):
+        longest = int(cu_seqlens.diff().max())
+        return flashtile.attention_varlen(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
+                                          max_seqlen_k=longest, causal=True)  # fmt: skip
+
+    arguments = torch.randn(8, 2, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments), call(*arguments))
+
+
+def test_missing_tensor_of_a_packed_call_is_named():
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    k = torch.randn(4, 2, 16)
+    with pytest.raises(flashtile.DtypeError, match="q: expected a torch.Tensor, got NoneType"):
+        flashtile.attention_varlen(None, k, k, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=4, max_seqlen_k=4)
 
 
 def test_plan_names_its_tier_and_the_refusals():

@@ -23,6 +23,10 @@ def refuses(problem, device, direction) -> str | None:
         # torch aligns causal at the top left; rows without a key would differ too
         "causal with seqlen_q != seqlen_k": problem.causal and problem.seqlen_q != problem.seqlen_k,
         "no keys": problem.seqlen_k == 0,
+        # its kernel wants one; else it stores the scores
+        "a head dim of v that is not that of q": problem.head_dim_v != problem.head_dim,
+        # it scales after the mask: -inf * scale
+        "causal with a softmax_scale <= 0": problem.causal and problem.softmax_scale <= 0,
     }
     return next((f"torch's SDPA has not {what}" for what, is_refused in refused.items() if is_refused), None)
 
@@ -32,8 +36,10 @@ def configs(problem, device, direction) -> dict:
 
 
 def _sdpa(problem, q, k, v):
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=problem.causal,
-                                         scale=problem.softmax_scale, enable_gqa=problem.group_size > 1)  # fmt: skip
+    with torch.autocast("cpu", enabled=False):
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                             is_causal=problem.causal, scale=problem.softmax_scale,
+                                             enable_gqa=problem.group_size > 1)  # fmt: skip
     return out.transpose(1, 2)
 
 
@@ -48,7 +54,7 @@ def bind_backward(problem, configs):
 def _forward(problem, operands):
     """out, and an lse of nan: nobody asked for it."""
     out = _sdpa(problem, *operands[:3]).contiguous()
-    return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.float32)
+    return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.promote_types(out.dtype, torch.float32))
 
 
 def _backward(problem, operands, out, lse, dout, dlse):

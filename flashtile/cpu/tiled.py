@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from flashtile.reference import fa2, kvcache
 
 DIRECTIONS = ("forward", "backward", "dslopes", "decode")
@@ -17,7 +19,7 @@ def configs(problem, device, direction) -> dict:
 
 
 def bind_forward(problem, configs):
-    return partial(fa2.forward, problem=problem)
+    return _in_own_dtype(partial(fa2.forward, problem=problem))
 
 
 def bind_backward(problem, configs):
@@ -32,8 +34,18 @@ def _of_problem(function, problem):
     def call(operands, *tensors):
         return function(operands, problem, *tensors)
 
+    return _in_own_dtype(call)
+
+
+def _in_own_dtype(function):
+    """`function` without torch.autocast, which would round the operands of its products."""
+
+    def call(*arguments):
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments)
+
     return call
 
 
 def bind_decode(problem, configs, operands):
-    return partial(kvcache.forward, problem=problem)
+    return _in_own_dtype(partial(kvcache.forward, problem=problem))
