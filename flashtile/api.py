@@ -119,7 +119,7 @@ def attention_with_kvcache(
         causal, window, softmax_scale, softcap, alibi_slopes, sinks: as in `attention`; the last query stands at the last key.
         num_splits: into how many parts the keys of a sequence are cut, so that few sequences fill a GPU. 0 lets flashtile
             choose by the lengths of the whole batch; with a fixed number (1 to 256) the result of a sequence is bitwise
-            the same whatever else is in the batch.
+            the same whatever else is in the batch (packed queries: for one max_seqlen_q, by which tiles are chosen).
         return_lse: also return the log-sum-exp of each row.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v) or (total_q, num_heads, head_dim_v), q.dtype, bf16 for fp8; with
@@ -128,9 +128,10 @@ def attention_with_kvcache(
     Raises:
         ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came. The values of
         index tensors are checked where that needs no wait for the device (CPU tensors), and everywhere with
-        FLASHTILE_DEBUG=1, which says which sequence is wrong. Else a length is limited to the cache's size, new keys
-        past it or on pages that don't exist are not written, a page or row that does not exist is read as the nearest
-        one, and a rotary position as the nearest row: the result of that sequence means nothing, that of others stays right.
+        FLASHTILE_DEBUG=1, which says which sequence is wrong. Else a length is limited to the cache's size, packed queries to
+        those that are there, new keys past the cache's size or on pages that don't exist are not written, a page or row that
+        does not exist is read as the nearest one, and a rotary position as the nearest row: the result of that sequence means
+        nothing, that of others stays right.
         UnsupportedError: no tier takes the call, or a tensor requires a gradient; lists each refusal.
     Source: Dao et al. 2023, Flash-Decoding for long-context inference; Kwon et al. 2023, PagedAttention.
     """

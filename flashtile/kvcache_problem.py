@@ -5,6 +5,7 @@ Its from_tensors is the only place that checks such a call. Imports neither trit
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ class CacheProblem(CallShape):
         if not 0 <= options.num_splits <= MAX_SPLITS:
             raise ValueRangeError(explain("num_splits", f"0 (flashtile chooses) to {MAX_SPLITS}", options.num_splits))
         if values_readable(q):
-            _check_values(operands, batch, seqlen_q, capacity, seqlen_new)
+            _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, window[0])
         row = 0 if packed else 1
         return cls(
             batch=batch, seqlen_q=seqlen_q, capacity=capacity, num_heads=num_heads, num_heads_kv=num_heads_kv,
@@ -168,7 +169,7 @@ class CacheProblem(CallShape):
             total_q=q.shape[0] if packed else None,
             total_new=None if operands.cu_seqlens_k_new is None else operands.k.shape[0], rotary_dim=rotary_dim,
             rotary_interleaved=options.rotary_interleaved,
-            rotary_moves=options.causal or options.window_left is not None or options.window_right is not None, window=window,
+            rotary_moves=_moves(options), window=window,
             softmax_scale=scale, softcap=options.softcap, num_splits=options.num_splits,
             has_leftpad=operands.cache_leftpad is not None, has_alibi=operands.alibi_slopes is not None,
             has_sinks=operands.sinks is not None,
@@ -179,7 +180,8 @@ class CacheProblem(CallShape):
 
     @property
     def appends(self) -> bool:
-        return self.seqlen_new > 0 or self.total_new is not None
+        # Queries are rotated where new keys are
+        return self.seqlen_new > 0 or self.total_new is not None or self.rotary_dim > 0
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -219,6 +221,8 @@ def check_cache_arguments(operands, options):
     for name, value in zip(CacheOperands._fields, operands):
         if not isinstance(value, torch.Tensor) and (value is not None or name in ("q", "k_cache", "v_cache")):
             if name == "cache_seqlens" and _is_int(value):
+                if isinstance(value, int) and abs(value) > INT32_MAX:
+                    raise ValueRangeError(explain(name, "0 to the slots of a sequence", value))
                 continue
             expected = "an int or an int32 tensor" if name == "cache_seqlens" else "a torch.Tensor"
             raise DtypeError(explain(name, expected, type(value).__name__))
@@ -390,15 +394,22 @@ def _check_descales(operands, batch, num_heads_kv) -> None:
             raise ShapeError(explain(name, f"shape ({batch}, {num_heads_kv}), (batch, heads of the cache)", _shape(x)))
 
 
-def _check_values(operands, batch, seqlen_q, capacity, seqlen_new) -> None:
-    """What index tensors hold; an error says which sequence."""
+def _moves(options) -> bool:
+    """Whether each query has a rotary position of its own."""
+    return options.causal or options.window_left is not None or options.window_right is not None
+
+
+def _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, window_left) -> None:
+    """What index tensors hold, where it is looked at; an error says which sequence."""
+    queries, new = [seqlen_q] * batch, [seqlen_new] * batch
     if operands.cu_seqlens_q is not None:
-        check_cu_seqlens_values("cu_seqlens_q", operands.cu_seqlens_q.tolist(), operands.q.shape[0], seqlen_q)
-    new = [seqlen_new] * batch
+        bounds = operands.cu_seqlens_q.tolist()
+        check_cu_seqlens_values("cu_seqlens_q", bounds, operands.q.shape[0], seqlen_q)
+        queries = [stop - start for start, stop in pairwise(bounds)]
     if operands.cu_seqlens_k_new is not None:
         bounds = operands.cu_seqlens_k_new.tolist()
         check_cu_seqlens_values("cu_seqlens_k_new", bounds, operands.k.shape[0], INT32_MAX)
-        new = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        new = [stop - start for start, stop in pairwise(bounds)]
     before = [capacity] * batch if operands.cache_seqlens is None else operands.cache_seqlens.tolist()
     for b, (old, more) in enumerate(zip(before, new, strict=True)):
         if not 0 <= old <= capacity - more:
@@ -414,16 +425,21 @@ def _check_values(operands, batch, seqlen_q, capacity, seqlen_new) -> None:
                 raise ValueRangeError(explain(f"{name}[{b}]", f"0 to {limits[b]}", value))
     if operands.block_table is not None:
         num_pages, page_size = operands.k_cache.shape[:2]
+        begins = [0] * batch if operands.cache_leftpad is None else operands.cache_leftpad.tolist()
         for b, pages in enumerate(operands.block_table.tolist()):
+            # The first slot that is seen or written
+            first = begins[b] if window_left is None else max(begins[b], stops[b] - queries[b] - window_left)
+            first = min(first, before[b]) if new[b] else first
             for i, page in enumerate(pages[: -(-stops[b] // page_size)]):
-                if not 0 <= page < num_pages:
+                if i >= first // page_size and not 0 <= page < num_pages:
                     raise ValueRangeError(explain(f"block_table[{b}, {i}]", f"a page, 0 to {num_pages - 1}", page,
                                                   f"Sequence {b} uses it: its length is {stops[b]}."))  # fmt: skip
     if operands.rotary_cos is not None:
         begins = before if operands.rotary_seqlens is None else operands.rotary_seqlens.tolist()
         for b, begin in enumerate(begins):
-            last = begin + max(new[b], seqlen_q if operands.cu_seqlens_q is None else 1) - 1
-            if not (0 <= begin and last < operands.rotary_cos.shape[0]):
+            rows = max(new[b], queries[b] if _moves(options) else min(queries[b], 1))
+            last = begin + rows - 1
+            if rows and not (0 <= begin and last < operands.rotary_cos.shape[0]):
                 raise ValueRangeError(explain(f"rotary_cos, sequence {b}", f"a row for each of its positions {begin} to {last}",
                                               f"{operands.rotary_cos.shape[0]} rows"))  # fmt: skip
 

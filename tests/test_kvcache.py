@@ -56,6 +56,117 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+def _on(tier, monkeypatch, *arguments, **options):
+    monkeypatch.setenv("FLASHTILE_TIER", tier)
+    return flashtile.attention_with_kvcache(*arguments, **options)
+
+
+def _ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_no_new_tokens_but_a_rotation(monkeypatch):
+    q, k_cache, v_cache, none = torch.randn(1, 1, 2, 16), *torch.randn(2, 1, 16, 2, 16).unbind(), torch.randn(1, 0, 2, 16)
+    options = dict(k=none, v=none, cache_seqlens=_ints(9), rotary_cos=torch.rand(20, 8), rotary_sin=torch.rand(20, 8))
+    expected = _on("reference", monkeypatch, q, k_cache, v_cache, **options)
+    torch.testing.assert_close(_on("portable", monkeypatch, q, k_cache, v_cache, **options), expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("page_size", [None, 32])
+def test_nothing_left_of_the_window_counts(seqlen_q, page_size, monkeypatch):
+    """A server frees those pages."""
+    q, (k_cache, v_cache) = torch.randn(1, seqlen_q, 2, 16), torch.randn(2, 1, 256, 2, 16).unbind()
+    options = dict(cache_seqlens=_ints(150), window=(40, 0))
+    if page_size:
+        k_cache, v_cache = (x.view(-1, page_size, 2, 16) for x in (k_cache, v_cache))
+        options["block_table"] = torch.arange(256 // page_size, dtype=torch.int32)[None]
+    expected = _on("reference", monkeypatch, q, k_cache, v_cache, **options)
+    k_cache.view(-1, 2, 16)[:100] = v_cache.view(-1, 2, 16)[:100] = float("nan")
+    if page_size:
+        options["block_table"][0, :3] = -1
+    for tier in ("reference", "portable"):
+        torch.testing.assert_close(_on(tier, monkeypatch, q, k_cache, v_cache, **options), expected)
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_heads_may_lie_far_apart(append, monkeypatch):
+    """A cache as (heads, slots, dim): the last head is 2**31 numbers away. Memory that nobody touches costs nothing."""
+    heads, slots, stride = 9, 32, 2**28
+    memory = torch.empty(8 * stride + slots * 16, dtype=torch.float16)
+    far = memory.as_strided((1, slots, heads, 16), (slots * 16, 16, stride, 1))
+    q, near = torch.randn(1, 1, heads, 16).half(), torch.randn(1, slots, heads, 16).half()
+    for head in range(heads):
+        far[:, :, head] = near[:, :, head]
+    options = {"cache_seqlens": _ints(20)}
+    if append:
+        options |= dict(zip("kv", torch.randn(2, 1, 1, heads, 16).half()))
+    expected = _on("reference", monkeypatch, q, near.clone(), near.clone(), **options)
+    got = _on("portable", monkeypatch, q, far, near.clone(), **options)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_descales_of_any_strides(number):
+    """One number for all, expanded, is what servers pass. fp8 is refused in the interpreter, so by the launch itself."""
+    from flashtile import tiles
+    from flashtile.portable import decode
+
+    # Behind the numbers that count come others
+    memory = torch.tensor([0.5, 2.0, 777.0, 777.0, 777.0])
+    descale = memory[:number].expand(2, 2)
+    q = torch.randn(2, 1, 4, 32).half()
+    caches = torch.randn(2, 2, 48, 2, 32).to(torch.float8_e4m3fn)
+    operands = CacheOperands(q, *caches, cache_seqlens=_ints(40, 40), k_descale=descale, v_descale=descale)
+    problem = CacheProblem.from_tensors(operands, CacheOptions(None, True, False, None, None, None, 0.0, 1, False))
+    out, _ = decode.Call(problem, tiles.DecodeConfig(16, 16, 4, 2, 1), operands)(operands)
+    expected = flashtile.attention_with_kvcache(q, *caches, cache_seqlens=_ints(40, 40), k_descale=descale, v_descale=descale)
+    torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+
+
+def test_packed_queries_past_the_last_row_are_not_written(monkeypatch):
+    """cu_seqlens_q is read on the device, in a CUDA graph at each replay: what it says wrong stays inside of out."""
+    from flashtile import tiles
+    from flashtile.portable import decode
+
+    q, caches = torch.randn(3, 2, 16), torch.randn(2, 2, 32, 2, 16)
+    right = CacheOperands(q, *caches, cache_seqlens=_ints(20, 20), cu_seqlens_q=_ints(0, 1, 3))
+    problem = CacheProblem.from_tensors(right, CacheOptions(2, True, False, None, None, None, 0.0, 1, False))
+    call = decode.Call(problem, tiles.DecodeConfig(16, 16, 4, 2, 1), right)
+    memory = torch.zeros(64, 3, 2, 16)
+    call.new_out = lambda q: memory[32]
+    for wrong in ((0, 10, 12), (-9, 1, 3), (0, 2**31 - 1, -5)):
+        call(right._replace(cu_seqlens_q=_ints(*wrong)))
+        assert memory[:32].eq(0).all() and memory[33:].eq(0).all()
+
+
+@pytest.mark.parametrize("options", [
+    {"block_table": _ints(-1, -1, 2, 3)[None], "window": (3, 0)},
+    {"block_table": _ints(-1, -1, 2, 3)[None], "cache_leftpad": _ints(8)},
+], ids=["window", "leftpad"])  # fmt: skip
+def test_entries_that_nobody_looks_at_are_arbitrary(options):
+    q, caches = torch.randn(1, 1, 2, 16), torch.randn(2, 4, 4, 2, 16)
+    assert flashtile.attention_with_kvcache(q, *caches, cache_seqlens=_ints(14), **options).isfinite().all()
+    options = options | {"block_table": _ints(-1, -1, -1, 3)[None]}
+    with pytest.raises(ValueRangeError, match=r"block_table\[0, 2\]: expected a page, 0 to 3, got -1"):
+        flashtile.attention_with_kvcache(q, *caches, cache_seqlens=_ints(14), **options)
+
+
+def test_rotary_tables_need_rows_for_the_positions_in_use():
+    caches, cos = torch.randn(2, 2, 16, 2, 16), torch.rand(16, 8)
+    options = {"rotary_cos": cos, "rotary_sin": cos}
+    # Without a mask all queries have the position of the first
+    new = dict(zip("kv", torch.randn(2, 1, 1, 2, 16)))
+    flashtile.attention_with_kvcache(torch.randn(1, 4, 2, 16), *caches[:, :1], **new, cache_seqlens=_ints(15), **options)
+    # A full cache whose sequence does nothing
+    packed = dict(zip("kv", torch.randn(2, 1, 2, 16))) | {"cu_seqlens_k_new": _ints(0, 0, 1), "causal": True} | options
+    flashtile.attention_with_kvcache(torch.randn(1, 2, 16), *caches, cache_seqlens=_ints(16, 3), cu_seqlens_q=_ints(0, 0, 1),
+                                     max_seqlen_q=1, **packed)  # fmt: skip
+    with pytest.raises(ValueRangeError, match="sequence 1: expected a row for each of its positions 15 to 18"):
+        flashtile.attention_with_kvcache(torch.randn(4, 2, 16), *caches, cache_seqlens=_ints(16, 15),
+                                         cu_seqlens_q=_ints(0, 0, 4), max_seqlen_q=4, **packed)  # fmt: skip
+
+
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
     """Bitwise the same alone and among others, as the docstring promises; interpreted kernels, real splits."""
     pytest.importorskip("triton")
@@ -208,6 +319,7 @@ WRONG = [
     (dict(q=torch.zeros(2, 1, 4, 16, dtype=torch.int32)), DtypeError, "q: expected dtype"),
     (dict(cache_seqlens=torch.tensor([1, 2])), DtypeError, "cache_seqlens: expected dtype torch.int32"),
     (dict(cache_seqlens=1.0), DtypeError, "cache_seqlens: expected an int or an int32 tensor"),
+    (dict(cache_seqlens=2**40), ValueRangeError, "cache_seqlens: expected 0 to the slots of a sequence, got 1099511627776"),
     (dict(cache_seqlens=-1), ValueRangeError, r"cache_seqlens\[0\]: expected 0 to 16.*got -1"),
     (dict(cache_seqlens=int32(5, 17)), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 16"),
     (dict(cache_seqlens=int32(5, 14), **NEW), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 13"),

@@ -12,7 +12,7 @@ class CacheLayout(NamedTuple):
     """Pointers to int32 index tensors, None where an option is off, and the bounds that hold for all sequences.
 
     capacity: slots of a sequence, and its length where cache_seqlens is None. num_rows: pages, or rows of a cache without
-    pages.
+    pages. total_q: rows of packed queries.
     """
 
     cache_seqlens: Any
@@ -25,6 +25,7 @@ class CacheLayout(NamedTuple):
     seqlen_new: Any
     capacity: Any
     num_rows: Any
+    total_q: Any
 
 
 class Slots(NamedTuple):
@@ -66,8 +67,9 @@ def load_queries(layout, batch, mask, seqlen_q):
     if layout.cu_seqlens_q is None:
         return batch * 0, batch * 0 + seqlen_q
     else:
-        start = tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0)
-        return start, _clamp(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0) - start, 0, seqlen_q)
+        start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
+        stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
+        return start, _clamp(stop - start, 0, seqlen_q)
 
 
 @triton.jit

@@ -28,6 +28,23 @@ def rows_of(x, lse=False) -> Rows:
     return Rows(x, batch, row, head)
 
 
+class PerHead(NamedTuple):
+    """(batch, heads) numbers. Strides in elements, 0 where one number stands for all."""
+
+    ptr: Any
+    batch_stride: Any
+    head_stride: Any
+
+
+def per_head_of(x) -> PerHead | None:
+    return None if x is None else PerHead(x, *x.stride())
+
+
+@triton.jit
+def per_head_ptr(x, batch, head):
+    return x.ptr + batch * x.batch_stride + head * x.head_stride
+
+
 @triton.jit
 def head_ptr(x, batch, start, head):
     """Pointer to the first row of one head of one sequence; start is that row's number in a packed tensor, else 0."""

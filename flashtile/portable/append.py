@@ -12,7 +12,7 @@ import triton.language as tl
 
 from flashtile import hardware
 from flashtile.device import cache
-from flashtile.device.tensors import rows_of
+from flashtile.device.tensors import per_head_of, per_head_ptr, rows_of
 from flashtile.outputs import fresh
 from flashtile.portable.arguments import layout_of
 
@@ -74,7 +74,7 @@ def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, 
     """A token's heads to its slot. CONVERT: into fp8, divided by the descale of each head."""
     if CONVERT:
         if descale is not None:
-            x = x / tl.load(descale + batch * num_heads + heads, mask=heads < num_heads, other=1.0)[:, None]
+            x = x / tl.load(per_head_ptr(descale, batch, heads), mask=heads < num_heads, other=1.0)[:, None]
         x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
     ptr = x_cache.ptr + page.to(tl.int64) * x_cache.batch_stride + place.to(tl.int64) * x_cache.row_stride
     ptrs = ptr + heads[:, None] * x_cache.head_stride + tl.arange(0, BLOCK_DIM)[None, :]
@@ -93,7 +93,8 @@ def append_rows(
     if HAS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    # A cache may lie as (heads, slots, dim): heads times their stride needs 64 bits
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
     dims_v = tl.arange(0, BLOCK_DV)
     if row < num_new:
@@ -182,5 +183,6 @@ class Append:
         stride, length = (0, 0) if cos is None else (cos.stride(0), cos.shape[0])
         rotary = Rotary(cos, operands.rotary_sin, stride, length, operands.rotary_seqlens)
         rows = (rows_of(x) for x in (operands.q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache))
-        arguments = (*rows, layout_of(self.problem, operands), rotary, operands.k_descale, operands.v_descale, *self.shape)
+        descales = map(per_head_of, (operands.k_descale, operands.v_descale))
+        arguments = (*rows, layout_of(self.problem, operands), rotary, *descales, *self.shape)
         launch(append_rows, self.grid, arguments, self.constexprs, num_warps=4, num_stages=1)

@@ -105,7 +105,7 @@ from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.device.tensors import head_ptr, rows_of, tile_offsets
+from flashtile.device.tensors import head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import append
@@ -131,7 +131,7 @@ class Partial(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """(batch, num_heads_kv), fp32, or None."""
+    """PerHead of key-value heads, fp32, or None."""
 
     q: Any
     k: Any
@@ -213,15 +213,20 @@ def _row_tile(number, window, num_tiles, num_heads_kv):
 
 
 @triton.jit
-def _load_keys(x, row, page, head, col_begin, lengths, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
+def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
                TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """(TILE_N, BLOCK_DIM) of k or v from key col_begin on; zeros past the sequence. page: `_pages_of_tile`."""
+    """(TILE_N, BLOCK_DIM) of k or v from key col_begin on; zeros past the sequence. page: `_pages_of_tile`.
+
+    left: of the window, for v, or None. A server frees pages before it: they may hold nan, which weights of 0 do not hide.
+    """
     in_tile = tl.arange(0, TILE_N)
     cols = col_begin + in_tile
     mask = (cols < lengths.seqlen_k)[:, None]
+    if left is not None:
+        mask = mask & (cols >= lengths.seqlen_k - lengths.seqlen_q - left)[:, None]
     if DIM != BLOCK_DIM:
         mask = mask & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    ptr = x.ptr + head * x.head_stride
+    ptr = x.ptr + head.to(tl.int64) * x.head_stride
     if PAGE_SIZE == 0:
         ptr += row.to(tl.int64) * x.batch_stride + (lengths.start_k + col_begin).to(tl.int64) * x.row_stride
         ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
@@ -277,14 +282,13 @@ def _load_queries(q, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constex
 
 
 @triton.jit
-def _load_scale(part, score_params, descales, num_heads_kv):
+def _load_scale(part, score_params, descales):
     """The scale of a head, with that of its fp8 values."""
     scale = score_params.scale
-    head_kv = part.batch * num_heads_kv + part.head
     if descales.q is not None:
-        scale = scale * tl.load(descales.q + head_kv)
+        scale = scale * tl.load(per_head_ptr(descales.q, part.batch, part.head))
     if descales.k is not None:
-        scale = scale * tl.load(descales.k + head_kv)
+        scale = scale * tl.load(per_head_ptr(descales.k, part.batch, part.head))
     return scale
 
 
@@ -316,7 +320,7 @@ def _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths,
 
 
 @triton.jit
-def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, num_heads_kv,
+def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales,
                 GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """To out and lse if the part is the whole row tile, else to a slot of the partial results."""
     rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
@@ -328,7 +332,7 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         acc = acc * correction[:, None]
     inverse, row_lse = softmax.finish(state)
     if descales.v is not None:
-        inverse = inverse * tl.load(descales.v + part.batch * num_heads_kv + part.head)
+        inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
     acc = acc * inverse[:, None]
     dims_v = tl.arange(0, BLOCK_DV)
     mask = row_mask[:, None] & (dims_v < HEAD_DIM_V)[None, :]
@@ -346,7 +350,7 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
 @triton.jit
 def _attend_part(
     part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
-    num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -359,7 +363,7 @@ def _attend_part(
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
-    scale = _load_scale(part, score_params, descales, num_heads_kv)
+    scale = _load_scale(part, score_params, descales)
     slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
         cache_row = cache.cache_row(layout, part.batch)
@@ -372,14 +376,14 @@ def _attend_part(
         # Read a step ahead: the address of the next tile is known when its load begins
         next_page = _pages_of_tile(layout, part.batch, n_tile + 1, end, lengths, PAGE_SIZE, PAGES, TILE_N)
         col_begin = n_tile * TILE_N
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
+        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N,
+        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
                             HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
         state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
                                   slopes, dtype, TILE_N)  # fmt: skip
         page = next_page
-    _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, num_heads_kv, GROUP_SIZE, TILE_M,
+    _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, GROUP_SIZE, TILE_M,
                 HEAD_DIM_V, BLOCK_DV)  # fmt: skip
 
 
@@ -410,11 +414,11 @@ def _attend_share(
         col_begin = (first_tile + tile) * TILE_N
         # With each tile, as part of the pipeline
         q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
+        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, PAGE_SIZE, PAGES, TILE_N,
+        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
                             HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
-        scale = _load_scale(part, score_params, descales, num_heads_kv)
+        scale = _load_scale(part, score_params, descales)
         slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
         state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
                                   slopes, dtype, TILE_N)  # fmt: skip
@@ -424,7 +428,7 @@ def _attend_share(
         if is_last:
             slot = tl.where(part.begin > 0, share, num_shares + share) * SIDE + side
             _store_part(part, slot, is_end & (part.begin == 0), state, acc, lengths, out, lse, partial, sinks, descales,
-                        num_heads_kv, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                        GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
         acc = tl.where(is_last, 0.0, acc)
         if is_end:
@@ -481,8 +485,8 @@ def decode_attention(
                 slot = tl.where(rest.begin > 0, share, num_shares + share) * SIDE + side
                 whole = end - rest.begin == rest.end
                 _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
-                             seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
-                             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                             seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
                 position += end - rest.begin
     else:
         if DEPENDENT:
@@ -495,8 +499,8 @@ def decode_attention(
             share = tl.cdiv(tiles, num_splits)
             part = Part(batch, head, m_tile, split * share, tl.minimum(tiles, (split + 1) * share))
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
-                         descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N,
-                         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                         descales, seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
+                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -586,6 +590,7 @@ class Call:
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch
         dependent = device.sm >= 90
+        after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
@@ -596,7 +601,7 @@ class Call:
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
             "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and problem.appends,
+            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and plan.slots > 0,
         }  # fmt: skip
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
@@ -644,10 +649,11 @@ class Call:
         results = (rows_of(out), None if lse is None else rows_of(lse, lse=True),
                    Partial(None, None) if partial is None else Partial(partial[self.partial_rows :], partial))  # fmt: skip
         layout, window = layout_of(problem, operands), Window(*problem.window)
+        descales = Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
         launch(
             decode_attention, self.grid,
             (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, layout, window, score_params,
-             operands.sinks, Descales(operands.q_descale, operands.k_descale, operands.v_descale), *self.shape),
+             operands.sinks, descales, *self.shape),
             self.constexprs, **self.options,
         )  # fmt: skip
         if partial is not None:
