@@ -222,6 +222,8 @@ WRONG = {
     "sinks_shape": (dict(sinks=torch.zeros(3)), flashtile.ShapeError, r"sinks: expected shape \(4,\)"),
     "sinks_dtype": (dict(sinks=torch.zeros(4, dtype=torch.int32)), flashtile.DtypeError, "sinks"),
     "scale": (dict(softmax_scale=float("nan")), flashtile.ValueRangeError, "softmax_scale"),
+    "head_dim_v_type": (dict(head_dim_v=None), flashtile.DtypeError, "head_dim_v: expected an int, got None"),
+    "gradient": (dict(q=Q.clone().requires_grad_()), flashtile.UnsupportedError, "no backward pass"),
     "schedule": (dict(schedule=3), flashtile.DtypeError, "schedule: expected a Schedule"),
 }
 
@@ -244,6 +246,41 @@ def test_schedule_of_other_shapes():
             make_schedule(**arguments)
     with pytest.raises(flashtile.DtypeError, match=r"cache_seqlens.*int64"):
         make_schedule(lengths.long(), num_heads=4)
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    # Read as if they lay side by side, the lengths of other sequences would count
+    (dict(cache_seqlens=torch.zeros(4, dtype=torch.int32)[::3]), flashtile.ShapeError, "cache_seqlens: expected a contiguous"),
+    (dict(cache_seqlens=torch.zeros(2, 1, dtype=torch.int32)), flashtile.ShapeError, "cache_seqlens: expected shape"),
+    (dict(cache_seqlens=[1, 2]), flashtile.DtypeError, "cache_seqlens: expected a torch.Tensor, got list"),
+    (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), seqlen_q=0), flashtile.ShapeError, "seqlen_q: expected at least 1"),
+    (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), num_heads=4.0), flashtile.DtypeError, "num_heads: expected an int"),
+    (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), topk_length=torch.zeros(2, dtype=torch.int32)), flashtile.ShapeError,
+     "topk_length: expected None without indices"),
+    (dict(indices=INDICES[0]), flashtile.ShapeError, "indices: expected shape"),
+    (dict(indices=INDICES, topk_length=torch.zeros(3, dtype=torch.int32)), flashtile.ShapeError, "topk_length: expected shape"),
+])  # fmt: skip
+def test_schedule_of_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        make_schedule(**{"num_heads": 4} | arguments)
+
+
+def test_unpack_takes_packed_caches_only():
+    with pytest.raises(flashtile.DtypeError, match="kv_cache: expected dtype uint8, int8 or float8_e4m3fn"):
+        unpack_fp8(CACHE)
+    with pytest.raises(flashtile.ShapeError, match="kv_cache: expected a last dim of 656"):
+        unpack_fp8(CACHE.byte())
+
+
+def test_flash_mla_metadata_after_a_call_that_failed():
+    meta, _ = flash_mla.get_mla_metadata()
+    call = plain()
+    arguments = call["q"].clone().requires_grad_(), call["kv_cache"], call["block_table"], call["cache_seqlens"]
+    with pytest.raises(flashtile.ShapeError, match="head_dim_v"):
+        flash_mla.flash_mla_with_kvcache(*arguments, 256, meta)
+    one = (x[:1] if i != 1 else x for i, x in enumerate(arguments))
+    out, _ = flash_mla.flash_mla_with_kvcache(*one, 512, meta)
+    assert not out.requires_grad
 
 
 def test_work():

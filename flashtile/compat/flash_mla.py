@@ -54,14 +54,18 @@ def flash_mla_with_kvcache(
         raise ShapeError(explain("is_fp8_kvcache", f"{not is_fp8_kvcache} for a k_cache of {k_cache.dtype}", is_fp8_kvcache))
     if indices is not None:
         block_table = cache_seqlens = None
+    # Gradients are of no concern to FlashMLA
+    q, k_cache, attn_sink = (x if x is None else x.detach() for x in (q, k_cache, attn_sink))
     key = (tuple(q.shape), tuple(k_cache.shape[1:]), None if indices is None else tuple(indices.shape))
-    if meta.schedule is None:
-        meta.key = key
-        meta.schedule = make_schedule(cache_seqlens, num_heads=q.shape[2], seqlen_q=q.shape[1], num_heads_kv=k_cache.shape[2],
-                                      indices=indices, topk_length=topk_length)  # fmt: skip
+    schedule = meta.schedule
+    if schedule is None:
+        schedule = make_schedule(cache_seqlens, num_heads=q.shape[2], seqlen_q=q.shape[1], num_heads_kv=k_cache.shape[2],
+                                 indices=indices, topk_length=topk_length)  # fmt: skip
     elif meta.key != key:
         raise ShapeError(explain("tile_scheduler_metadata", f"the shapes of its first call, {meta.key}", key,
                                  "Take another one from get_mla_metadata()."))  # fmt: skip
-    out, lse = ops.decode_op(q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink, meta.schedule.table,
+    out, lse = ops.decode_op(q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink, schedule.table,
                              head_dim_v, softmax_scale, causal, False)  # fmt: skip
+    # Not before a call went well
+    meta.schedule, meta.key = schedule, key
     return out, torch.where(lse == float("-inf"), float("inf"), lse)

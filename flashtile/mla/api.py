@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
+from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, explain
 from flashtile.mla import ops
-from flashtile.mla.problem import HEAD_DIM_V
+from flashtile.mla.problem import HEAD_DIM_V, check_int32
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,25 @@ def make_schedule(cache_seqlens=None, *, num_heads, seqlen_q=1, num_heads_kv=1, 
     Returns:
         Schedule, for `mla_decode` calls of these shapes while the lengths keep their values.
     Raises:
-        ShapeError, DtypeError.
+        ShapeError, DtypeError, DeviceError: which argument, what was expected, what came.
     """
     if (cache_seqlens is None) == (indices is None):
         raise ShapeError(explain("cache_seqlens", "a tensor, or None and indices", "both" if indices is not None else None))
+    _check_tensors(cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length)
+    for name, number in (("num_heads", num_heads), ("seqlen_q", seqlen_q), ("num_heads_kv", num_heads_kv)):
+        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+            raise DtypeError(explain(name, "an int", repr(number)))
+    if indices is None:
+        check_int32("cache_seqlens", cache_seqlens, cache_seqlens.device, (None,))
+        if topk_length is not None:
+            raise ShapeError(explain("topk_length", "None without indices", f"shape {tuple(topk_length.shape)}"))
+        if seqlen_q < 1:
+            raise ShapeError(explain("seqlen_q", "at least 1", seqlen_q))
+    else:
+        check_int32("indices", indices, indices.device, (None, None, None))
+        if topk_length is not None:
+            check_int32("topk_length", topk_length, indices.device, (indices.shape[0],))
     lengths = topk_length if cache_seqlens is None else cache_seqlens
-    for name, x in (("cache_seqlens", cache_seqlens), ("indices", indices), ("topk_length", topk_length)):
-        if x is not None and x.dtype != torch.int32:
-            raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
     if num_heads_kv < 1 or num_heads < 1 or num_heads % num_heads_kv:
         raise ShapeError(explain("num_heads", f"a multiple of num_heads_kv, {num_heads_kv}", num_heads))
     num_rows = num_heads // num_heads_kv
@@ -92,11 +103,11 @@ def mla_decode(
     Raises:
         ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came. The values of
             index tensors are checked for CPU tensors, and everywhere with FLASHTILE_DEBUG=1.
-        UnsupportedError: no tier takes the problem; lists each refusal.
+        UnsupportedError: no tier takes the problem, or a tensor requires a gradient; lists each refusal.
     Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1; the shapes and the packed layout are FlashMLA's.
     """
-    _check_types(causal, softmax_scale, q=q, kv_cache=kv_cache, block_table=block_table, cache_seqlens=cache_seqlens,
-                 indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    _check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
+                 cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
     table = None
     if schedule is not None:
         _check_schedule(schedule, q, kv_cache, indices)
@@ -106,11 +117,20 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _check_types(causal, softmax_scale, **tensors) -> None:
-    """What the op's schema would refuse without our words."""
+def _check_tensors(**tensors) -> None:
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv_cache")):
             raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+
+
+def _check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
+    """What the op's schema would refuse without our words, and gradients, which nobody would compute."""
+    _check_tensors(**tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
+        raise UnsupportedError(explain("mla_decode", "tensors without gradients", "requires_grad=True",
+                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, (int, torch.SymInt)):
+        raise DtypeError(explain("head_dim_v", "an int", repr(head_dim_v)))
     if not isinstance(causal, bool):
         raise DtypeError(explain("causal", "True or False", repr(causal)))
     if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):

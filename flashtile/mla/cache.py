@@ -53,7 +53,20 @@ def split_fp8(kv_cache):
 
 
 def unpack_fp8(kv_cache, dtype=torch.bfloat16):
-    """The numbers of a packed cache, (..., 576) in dtype."""
+    """The numbers of a packed cache.
+
+    Args:
+        kv_cache: (..., 656), uint8, int8 or e4m3, as `pack_fp8` makes it.
+        dtype: of the result.
+    Returns:
+        (..., 576), dtype: 512 latent and 64 rotary numbers a token.
+    Raises:
+        ShapeError, DtypeError.
+    """
+    if kv_cache.dtype not in DTYPES:
+        raise DtypeError(explain("kv_cache", "dtype uint8, int8 or float8_e4m3fn", kv_cache.dtype))
+    if kv_cache.shape[-1:] != (TOKEN_BYTES,):
+        raise ShapeError(explain("kv_cache", f"a last dim of {TOKEN_BYTES}", f"shape {tuple(kv_cache.shape)}"))
     latent, scales, rope = split_fp8(kv_cache)
     groups = latent.to(torch.float32).unflatten(-1, (NUM_SCALES, SCALE_GROUP)) * scales[..., None]
     return torch.cat([groups.flatten(-2).to(dtype), rope.to(dtype)], -1)

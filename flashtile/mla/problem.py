@@ -190,12 +190,12 @@ def _check_tensors(q, kv_cache) -> bool:
     return fp8
 
 
-def _check_int32(name, x, q, shape) -> None:
-    """An int32 tensor on the device of q; None in shape is any size."""
+def check_int32(name, x, device, shape) -> None:
+    """An int32 tensor on a device; None in shape is any size."""
     if x.dtype != torch.int32:
         raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
-    if x.device != q.device:
-        raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+    if x.device != device:
+        raise DeviceError(explain(name, f"the device of the others, {device}", x.device, f"Move it: {name}.to('{device}')."))
     if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise ShapeError(explain(name, f"shape ({expected})", _shape(x)))
@@ -214,8 +214,8 @@ def _check_dense(operands) -> None:
     if q.shape[1] > MAX_SEQLEN_Q:
         raise ShapeError(explain("q", f"at most {MAX_SEQLEN_Q} query tokens", q.shape[1],
                                  "Prefill in the unabsorbed form with flashtile.attention."))  # fmt: skip
-    _check_int32("block_table", operands.block_table, q, (q.shape[0], None))
-    _check_int32("cache_seqlens", operands.cache_seqlens, q, (q.shape[0],))
+    check_int32("block_table", operands.block_table, q.device, (q.shape[0], None))
+    check_int32("cache_seqlens", operands.cache_seqlens, q.device, (q.shape[0],))
 
 
 def _check_sparse(operands, num_heads_kv, causal) -> None:
@@ -228,9 +228,9 @@ def _check_sparse(operands, num_heads_kv, causal) -> None:
         if getattr(operands, name) is not None:
             raise ShapeError(explain(name, "None with indices, which name slots of the cache", "a tensor",
                                      "A token's slot is page * page_size + offset."))  # fmt: skip
-    _check_int32("indices", operands.indices, q, (q.shape[0], q.shape[1], None))
+    check_int32("indices", operands.indices, q.device, (q.shape[0], q.shape[1], None))
     if operands.topk_length is not None:
-        _check_int32("topk_length", operands.topk_length, q, (q.shape[0],))
+        check_int32("topk_length", operands.topk_length, q.device, (q.shape[0],))
 
 
 def _check_sinks(operands) -> None:
