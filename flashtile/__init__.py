@@ -28,9 +28,13 @@ _PUBLIC = {
     "UnsupportedError": "flashtile.errors",
 }
 
+# Subpackages that are there without an import of their own
+_MODULES = ("compat", "integrations", "mla", "reference")
+
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from flashtile import compat, integrations, mla, reference
     from flashtile.api import attention, attention_varlen, attention_with_kvcache, combine
     from flashtile.compat.flash_attn import (
         flash_attn_func,
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name):
+    if name in _MODULES:
+        return _import_module(f"flashtile.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'flashtile' has no attribute {name!r}")
     value = getattr(_import_module(_PUBLIC[name]), name)
@@ -53,4 +59,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

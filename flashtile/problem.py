@@ -281,8 +281,11 @@ def _check_qkv(q, k, v, varlen) -> None:
         raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", f"{q.shape[-2]} and {k.shape[-2]}"))
-    for name, x in (("q", q), ("v", v)):
-        dim = x.shape[-1]
+    check_head_dims(q.shape[-1], v.shape[-1])
+
+
+def check_head_dims(head_dim, head_dim_v) -> None:
+    for name, dim in (("q", head_dim), ("v", head_dim_v)):
         if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
             nearest = min(MAX_HEAD_DIM, max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE)
             way_out = "" if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and pass softmax_scale."

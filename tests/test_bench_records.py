@@ -248,6 +248,26 @@ def test_tables_of_the_guide_stand_beside_its_figures(documents):
     assert made["backward"].markdown().splitlines()[0].startswith("| B×S×H×D | forward ms")
 
 
+def test_times_of_two_runs_are_not_compared(documents):
+    """A faster machine's run of one backend, and a case with an option, change no ratio."""
+    cases = build_cases("guide-small")
+    other = [row(case, "fwd", "flashtile", 0.01) for case in cases]
+    assert tables.timed([*documents, make_document(other)]) == tables.timed(documents)
+    packed = [row(dataclasses.replace(case, varlen=True), "fwd", name, time) for case in cases
+              for name, time in (("flashtile", 0.1), ("naive", 7.0))]  # fmt: skip
+
+    def speedups(documents):
+        return [plot.alt for plot in plots.figures(documents) if plot.group == "Speed-up" and "fwd" in plot.alt]
+
+    assert speedups([*documents, make_document(packed)]) == speedups(documents) != []
+
+
+def test_a_plot_without_flashtile_names_another():
+    rows = [row(case, "fwd", "naive", 0.01 * case.seqlen_k) for case in build_cases("guide-memory")]
+    alts = [plot.alt for plot in plots.figures([make_document(rows)]) if plot.group in ("TFLOP/s", "Time")]
+    assert len(alts) == 2 and all(": naive " in alt and "flashtile" not in alt for alt in alts)
+
+
 def test_the_guide_has_only_plain_cases():
     (case,) = build_cases("guide-small")[:1]
     assert guide.key(case.config()) == (1, 32, 4, 16)

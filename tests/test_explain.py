@@ -26,6 +26,13 @@ def test_work_floor_and_memory(capsys):
     assert "naive keeps scores and p: 4 GiB" in text
 
 
+@pytest.mark.parametrize("dim", ["12", "300", "128-512"])
+def test_head_dims_that_no_call_takes_are_refused(capsys, dim):
+    for arguments in (["explain", "--no-compile", "-d", dim], ["warm", "--headdim", dim]):
+        assert main([*arguments, "--target", "H200"]) == 2
+        assert "expected a head dim of 8 to 256 in steps of 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target, batch, plan", [
     ("A100", "2", "portable: forward 128x64"), ("sm_90", "2", "portable: forward 64x64"),
     ("sm_90", "4", "hopper: forward 256x64"),

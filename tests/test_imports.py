@@ -154,5 +154,6 @@ def test_every_public_name_is_there():
     for name in flashtile.__all__:
         assert getattr(flashtile, name) is not None
     assert set(flashtile.__all__) <= set(dir(flashtile))
+    assert {"mla", "compat", "integrations", "reference"} <= set(dir(flashtile)) and flashtile.mla.mla_decode
     with pytest.raises(AttributeError, match="no attribute 'flash_atn'"):
         _ = flashtile.flash_atn

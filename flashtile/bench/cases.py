@@ -87,6 +87,12 @@ class BenchCase:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it has no option but a causal mask."""
+        return self == BenchCase(self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim,
+                                 self.head_dim_v, self.causal, self.dtype)  # fmt: skip
+
+    @property
     def latent(self) -> bool:
         """Whether it is a call over a latent cache, of which v is the first part of k: in the mode decode, for `mla_decode`."""
         return (self.head_dim, self.head_dim_v) in ((576, 512), (512, 512)) and self.num_heads_kv == 1

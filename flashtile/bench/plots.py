@@ -193,10 +193,11 @@ def _lines(axes, colours, by_backend, order, value, band=True) -> None:
 
 
 def _ends(by_backend, value) -> str:
-    """flashtile's first and last value, for the text that stands for a plot."""
-    rows = by_backend.get(SUBJECT) or next(iter(by_backend.values()))
+    """First and last value of flashtile, or where it is not in a plot of another, for the text that stands for the plot."""
+    name = SUBJECT if SUBJECT in by_backend else next(iter(by_backend))
+    rows = by_backend[name]
     first, last = min(rows), max(rows)
-    return f"{value(rows[first]):.4g} at {first} tokens, {value(rows[last]):.4g} at {last}"
+    return f"{name} {value(rows[first]):.4g} at {first} tokens, {value(rows[last]):.4g} at {last}"
 
 
 def _rate(group, by_backend, order) -> Plot:
@@ -205,7 +206,7 @@ def _rate(group, by_backend, order) -> Plot:
         axes.set_ylim(bottom=0)
         axes.set_ylabel("TFLOP/s")
 
-    alt = f"TFLOP/s over sequence length, {_words(group)}: {SUBJECT} {_ends(by_backend, lambda row: row['tflops'])}."
+    alt = f"TFLOP/s over sequence length, {_words(group)}: {_ends(by_backend, lambda row: row['tflops'])}."
     return Plot(_name("tflops", group), "TFLOP/s", _words(group), alt, draw)
 
 
@@ -297,7 +298,8 @@ def _torch_dtype(name):
 def _heat_maps(found, order) -> list[Plot]:
     maps = {}
     for (case, mode), rows in found.items():
-        if SUBJECT not in rows:
+        # Cells are means: of one kind of case
+        if SUBJECT not in rows or not case.is_plain:
             continue
         for other, row in rows.items():
             if other != SUBJECT:

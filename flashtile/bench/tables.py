@@ -92,12 +92,17 @@ def named_apart(things) -> list:
 
 
 def timed(documents) -> dict:
-    """(case, mode) -> {backend: row} of all rows with times; where documents repeat a row, the last one's."""
+    """(case, mode) -> {backend: row} of rows with times, all of one run: times of two runs are not compared.
+
+    Of several runs that which timed the most backends there, of equal ones the last.
+    """
     found = {}
     for document in documents:
+        of_run = {}
         for row in document["results"]:
             if row["status"] == "ok" and row["stats"]:
-                found.setdefault((BenchCase.from_config(row["config"]), row["mode"]), {})[row["backend"]] = row
+                of_run.setdefault((BenchCase.from_config(row["config"]), row["mode"]), {})[row["backend"]] = row
+        found |= {key: rows for key, rows in of_run.items() if len(rows) >= len(found.get(key, ()))}
     return found
 
 

@@ -27,11 +27,13 @@ def doctor(
     """Check that this machine can run, time and profile attention; exit 6 if something that is needed is missing."""
     console = make_console(stderr=json == "-")
     console.print("[bold]flashtile doctor[/]")
+    from rich.markup import escape
+
     rows: list[tuple[str, str]] = []
 
     def say(level, text):
         rows.append((level, text))
-        console.print(f"  {text:<100} [{STYLES[level]}]{level}[/]")
+        console.print(f"  {escape(f'{text:<100}')} [{STYLES[level]}]{level}[/]")
 
     with Progress(True) as progress:
         progress.say("importing torch")
@@ -120,8 +122,11 @@ def _gpu(say, device) -> None:
     try:
         import triton
 
+        from flashtile.device import versions
+
         good = _at_least(triton.__version__, MIN_TRITON)
-        say("ok" if good else "FAIL", f"triton {triton.__version__} (3.6 or newer)")
+        newest = "; the Hopper kernels know up to {}.{}".format(*versions.NEWEST)
+        say("ok" if good else "FAIL", f"triton {triton.__version__} (3.6 or newer{newest})")
     except ImportError as error:
         say("FAIL", f"triton does not import ({error}); it comes with torch on Linux")
     if gpu is None:

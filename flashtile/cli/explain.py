@@ -61,11 +61,13 @@ def find_target(name, hardware):
 def _describe(case, device, compile_kernels, progress):
     """Lines about one case."""
     from flashtile.cli.show import size
+    from flashtile.problem import check_head_dims
 
     if (case.head_dim, case.head_dim_v) in ((576, 512), (512, 512)):
         yield from _describe_latent(case, device)
         return
     problem = case.problem()
+    check_head_dims(problem.head_dim, problem.head_dim_v)
     forward, backward = case.flops("fwd"), case.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
     yield from _work(f"{forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward", forward, num_bytes, problem, device)

@@ -51,7 +51,9 @@ def _compile(case, target, forward_only):
     from flashtile import dispatch, hardware, settings
     from flashtile.bench import offline
     from flashtile.cli.explain import find_target
+    from flashtile.problem import check_head_dims
 
+    check_head_dims(case.head_dim, case.head_dim_v)
     begin = time.perf_counter()
     device, problem, tiers = find_target(target, hardware), case.problem(), []
     for direction in ("forward",) if forward_only else ("forward", "backward"):
