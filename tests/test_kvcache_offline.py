@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import spills
 
 HERE = Path(__file__).parent
 ARCHS = (80, 90)
@@ -85,7 +86,8 @@ def test_rows_compile_without_spills(arch):
     assert process.returncode == 0, process.stderr[-4000:]
     rows = [json.loads(line) for line in process.stdout.splitlines()]
     assert {row["kernel"] for row in rows} == {"append_rows", "decode_attention", "merge_parts"}
-    wrong = [row for row in rows if row["spill_bytes"] > MAX_SPILL or row["shared_bytes"] > row["smem_bytes"]]
+    wrong = [row for row in rows if row["spill_bytes"] > spills.allowed(row["name"], MAX_SPILL)]
+    wrong += [row for row in rows if row["shared_bytes"] > row["smem_bytes"]]
     assert not wrong, "\n".join(map(str, wrong))
 
 

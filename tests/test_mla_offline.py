@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import spills
 import torch
 
 HERE = Path(__file__).parent
@@ -98,9 +99,9 @@ def test_kernels_compile(reports):
         kind = report["kernel"]
         if kind == "decode":
             kind = report["call"] if "packed" in report["call"] else report["tier"]
-        call, spills, shared = report["call"], report["spill_bytes"], report["shared_bytes"]
-        if spills > SPILLS[kind]:
-            problems.append(f"{call} {report['kernel']}: spills {spills} bytes, expected at most {SPILLS[kind]}")
+        call, spilled, shared = report["call"], report["spill_bytes"], report["shared_bytes"]
+        if spilled > spills.allowed(call, SPILLS[kind]):
+            problems.append(f"{call} {report['kernel']}: spills {spilled} bytes, expected at most {SPILLS[kind]}")
         if shared > report.get("smem_bytes", 1 << 20):
             problems.append(f"{call}: {shared} bytes of shared memory of {report['smem_bytes']}")
     assert not problems, "\n".join(problems)

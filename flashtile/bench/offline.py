@@ -273,8 +273,8 @@ def _ptxas(ptx, arch, folder):
     source.write_text(ptx)
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
     begin = time.perf_counter()
-    # As Triton 3.8 and 3.9 call it
-    options = ["--regAllocOptLevel=2"] if triton_version() >= (3, 8) else []
+    # As Triton calls it from 3.7 on
+    options = ["--regAllocOptLevel=2"] if triton_version() >= (3, 7) else []
     log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", *options, source, "-o", folder / "again.cubin"],
                          check=True, capture_output=True, text=True).stderr  # fmt: skip
     seconds = time.perf_counter() - begin

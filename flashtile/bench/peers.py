@@ -65,8 +65,8 @@ class Backend:
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
         if case.latent and mode == DECODE:
-            if case.alibi:
-                return "decoding over a latent cache has no ALiBi"
+            if case.alibi or case.softcap or case.window != (None, None):
+                return "decoding over a latent cache has no ALiBi, window or softcap"
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:

@@ -56,7 +56,7 @@ def flash_mla_with_kvcache(
         block_table = cache_seqlens = None
     # Gradients are of no concern to FlashMLA
     q, k_cache, attn_sink = (x if x is None else x.detach() for x in (q, k_cache, attn_sink))
-    key = (tuple(q.shape), tuple(k_cache.shape[1:]), None if indices is None else tuple(indices.shape))
+    key = (q.device, tuple(q.shape), tuple(k_cache.shape[1:]), None if indices is None else tuple(indices.shape))
     schedule = meta.schedule
     if schedule is None:
         schedule = make_schedule(cache_seqlens, num_heads=q.shape[2], seqlen_q=q.shape[1], num_heads_kv=k_cache.shape[2],

@@ -1,4 +1,4 @@
-"""What starts a compiled kernel again: the driver itself, or Triton's launcher, whose calls differ between 3.6, 3.7 and 3.8.
+"""What starts a compiled kernel again: the driver itself, or Triton's launcher, whose calls differ between its versions.
 
 Apart from `compat`, the other file that knows how Triton's versions differ: the portable tier needs this one, and no Gluon.
 """

@@ -1,4 +1,7 @@
-"""Triton's version, and those whose Gluon this package was compiled and run with: `compat` and `launcher` know them."""
+"""Triton's version, and those whose Gluon this package knows: `compat` and `launcher` do.
+
+CI compiles with all of them. Records under benchmarks/results are of 3.6.
+"""
 
 import logging
 from functools import cache

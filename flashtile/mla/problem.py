@@ -137,7 +137,7 @@ class MlaProblem:
 def table_shape(num_sequences, num_rows, num_heads_kv, device):
     """Of a schedule with as many parts as fill the device: each has a program for every ROWS query rows of a latent head."""
     num_sms = hardware.detect(device).num_sms or CPU_SMS
-    return max(1, num_sms // (-(-num_rows // ROWS) * num_heads_kv)) + 1 + num_sequences, 2
+    return max(1, num_sms // (max(1, -(-num_rows // ROWS)) * num_heads_kv)) + 1 + num_sequences, 2
 
 
 def _span(kv_cache) -> int:
