@@ -24,6 +24,7 @@ def test_work_floor_and_memory(capsys):
     assert "549.8 GFLOP forward, 1,374.4 backward" in text
     assert "compute-bound (ridge 206)" in text and "at the measured roof" in text
     assert "naive keeps scores and p: 4 GiB" in text
+    assert "0.0021 GFLOP forward, 0.0052 backward" in explain(capsys, "-b", "1", "-s", "64", "--nheads", "2")[1]
 
 
 @pytest.mark.parametrize("dim", ["12", "300", "128-512"])

@@ -70,7 +70,7 @@ def _describe(case, device, compile_kernels, progress):
     check_head_dims(problem.head_dim, problem.head_dim_v)
     forward, backward = case.flops("fwd"), case.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
-    yield from _work(f"{forward / 1e9:,.1f} GFLOP forward, {backward / 1e9:,.1f} backward", forward, num_bytes, problem, device)
+    yield from _work(f"{_giga(forward)} GFLOP forward, {_giga(backward)} backward", forward, num_bytes, problem, device)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
     rows = 4 * problem.num_heads * (problem.total_q or problem.batch * problem.seqlen_q)
     padded = ", of sequences padded to the longest" if problem.varlen else ""
@@ -79,6 +79,10 @@ def _describe(case, device, compile_kernels, progress):
     # The last is for who learns the slopes
     for direction in ("forward", "backward", "dslopes") if problem.has_alibi else ("forward", "backward"):
         yield from _kernels(problem, device, direction, compile_kernels, progress)
+
+
+def _giga(flops) -> str:
+    return f"{flops / 1e9:,.1f}" if flops >= 1e9 else f"{flops / 1e9:.2g}"
 
 
 def _work(words, flops, num_bytes, problem, device):
@@ -118,7 +122,7 @@ def _describe_latent(case, device):
     )  # fmt: skip
     lengths = [case.seqlen_k] * case.batch
     flops = problem.flops(lengths)
-    yield from _work(f"{flops / 1e9:,.1f} GFLOP", flops, problem.bytes_moved(lengths), problem, device)
+    yield from _work(f"{_giga(flops)} GFLOP", flops, problem.bytes_moved(lengths), problem, device)
     yield ("            a token of the cache is read once for all rows: about 2 * heads * query tokens = "
            f"{2 * problem.num_rows} FLOP/B")  # fmt: skip
     try:
