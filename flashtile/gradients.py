@@ -10,7 +10,8 @@ def sinks_gradient(sinks, lse, delta):
     """
     if sinks is None:
         return None
-    p_sink = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    sinks_column = sinks.float()[:, None]
+    p_sink = torch.exp(sinks_column - lse).masked_fill(lse == float("-inf"), 0.0).masked_fill(sinks_column == float("inf"), 1.0)
     per_row = p_sink * delta
     return -per_row.sum(dim=tuple(i for i in range(per_row.dim()) if i != per_row.dim() - 2)).to(sinks.dtype)
 

@@ -66,6 +66,21 @@ def check_attention(case, dtype, device="cpu", fn=None, seed=0):
     assert not report, "\n".join([f"{case.name}, {dtype}, {device}: expected {case}", *report])
 
 
+def check_infinite_sink(case, dtype, device="cpu", fn=None):
+    """A head whose sink is inf has out 0, lse inf and no gradients; others do not notice. fn: as that of `run`."""
+    operands = case.make(dtype, device)
+    others = [head for head in range(case.heads) if head != 1]
+    expected = run(fn or case.attend, operands, case)
+    with torch.no_grad():
+        operands.sinks[1] = float("inf")
+    actual = run(fn or case.attend, operands, case)
+    assert (actual["out"][:, :, 1] == 0).all() and (actual["lse"][:, 1] == float("inf")).all()
+    assert (actual["dq"][:, :, 1] == 0).all() and all(x.isfinite().all() for name, x in actual.items() if name[0] == "d")
+    torch.testing.assert_close(actual["out"][:, :, others], expected["out"][:, :, others], rtol=0, atol=0)
+    torch.testing.assert_close(actual["dq"][:, :, others], expected["dq"][:, :, others], rtol=0, atol=0)
+    torch.testing.assert_close(actual["dsinks"][others], expected["dsinks"][others])
+
+
 def run_naive(operands, case, dtype):
     """The outputs and gradients of `naive` computed in dtype, from the same values."""
     cast = as_dtype(operands, dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import checks
 import torch
 
-from flashtile.mla import mla_decode, pack_fp8
+from flashtile.mla import make_schedule, mla_decode, pack_fp8
 from flashtile.reference import mla
 
 # What no slot of a cache is; FlashMLA's tests put it where the block table isn't used
@@ -147,6 +147,26 @@ def check(case, dtype, device="cpu", seed=0, **options):
     # The implementation runs first, so that memory freed by the reference can't lend it the right answer.
     out, lse = mla_decode(**arguments, **options, return_lse=True)
     compare(case, arguments, out, lse)
+
+
+def check_other_lengths(seed, dtype, device="cpu", heads=16):
+    """A schedule of other lengths costs time, no more: which parts are merged is the table's to say."""
+    draw = random.Random(seed)
+    sequences = draw.randint(1, 4)
+    lengths, planned = ([draw.choice([0, 1, 64, 65, 300, 700, 1500]) for _ in range(sequences)] for _ in range(2))
+    schedule = make_schedule(torch.tensor(planned, dtype=torch.int32, device=device), num_heads=heads)
+    check(MlaCase(f"lengths_{seed}", lengths=tuple(lengths), heads=heads), dtype, device, seed, schedule=schedule)
+
+
+def check_infinite_sink(dtype, device="cpu", name="sinks"):
+    """A head whose sink is inf has out 0 and lse inf; others do not notice."""
+    arguments = BY_NAME[name].make(dtype, device)
+    expected, expected_lse = mla_decode(**arguments, return_lse=True)
+    arguments["sinks"][1] = float("inf")
+    out, lse = mla_decode(**arguments, return_lse=True)
+    assert (out[:, :, 1] == 0).all() and (lse[:, 1] == float("inf")).all()
+    others = [head for head in range(BY_NAME[name].heads) if head != 1]
+    assert torch.equal(out[:, :, others], expected[:, :, others]) and torch.equal(lse[:, others], expected_lse[:, others])
 
 
 def compare(case, arguments, out, lse):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mla_cases import BY_NAME, CASES, MlaCase, check
+from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths
 
 import flashtile
 from flashtile.compat import flash_mla
@@ -78,6 +78,21 @@ def test_portable_kernel(case, monkeypatch, poisoned):
     needs_interpreter()
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     check(case, torch.float16)
+
+
+@pytest.mark.parametrize("tier", ["portable", "reference"])
+@pytest.mark.parametrize("name", ["sinks", "sinks_split"])
+def test_infinite_sink(tier, name, monkeypatch, poisoned):
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", tier)
+    check_infinite_sink(torch.float16, name=name)
+
+
+def test_schedule_of_other_lengths(monkeypatch, poisoned):
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    for seed in range(24):
+        check_other_lengths(seed, torch.float16)
 
 
 def simulated_schedule(lengths, num_parts):

@@ -32,6 +32,10 @@ def test_fp16(case, poisoned):
     checks.check_attention(case, torch.float16)
 
 
+def test_infinite_sink(poisoned):
+    checks.check_infinite_sink(named("sinks_causal_gqa")[0], torch.float32)
+
+
 def test_more_sequences_than_a_grid_has_rows(monkeypatch, poisoned):
     from flashtile.device import schedule
 

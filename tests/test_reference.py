@@ -96,6 +96,25 @@ def test_naive_lse_and_sinks_are_one_more_logit():
     torch.testing.assert_close(lse, with_sink.logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
+def test_infinite_sink():
+    """Of naive, fa2 and what CPU tensors get."""
+    (case,) = named("sinks_causal_gqa")
+
+    def by_naive(operands):
+        return naive.forward(operands, case.problem(operands))
+
+    for fn in (None, by_naive):
+        checks.check_infinite_sink(case, torch.float64, fn=fn)
+    operands = case.make(torch.float64)
+    with torch.no_grad():
+        operands.sinks[1] = float("inf")
+        problem = case.problem(operands)
+        out, lse = fa2.forward(operands, problem)
+        gradients = fa2.backward(operands, problem, out, lse, torch.ones_like(out))
+    assert (out[:, :, 1] == 0).all() and (lse[:, 1] == float("inf")).all()
+    assert (gradients[0][:, :, 1] == 0).all() and all(x.isfinite().all() for x in gradients)
+
+
 SMALL = dict(seqlen_q=5, seqlen_k=4, heads=2, heads_kv=1, head_dim=8, dlse=True)
 
 

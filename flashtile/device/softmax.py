@@ -205,7 +205,9 @@ def absorb_sink(state, sink):
     row_max = tl.maximum(state.row_max, sink)
     reference = pivot(row_max)
     correction = tl.exp2(state.row_max - reference)
-    return OnlineSoftmax(row_max, state.row_sum * correction + tl.exp2(sink - reference)), correction
+    # A sink of inf takes all: out is 0, not nan
+    weight = tl.where(sink == reference, 1.0, tl.exp2(sink - reference))
+    return OnlineSoftmax(row_max, state.row_sum * correction + weight), correction
 
 
 @triton.jit

@@ -153,7 +153,8 @@ class Segment(NamedTuple):
     length: Any
     first: Any
     end: Any
-    num_tiles: Any
+    # Whether these are all its tiles
+    whole: Any
 
 
 @gluon.jit
@@ -168,7 +169,8 @@ def _segment(cache_seqlens, part, index, max_length, SEQUENCES_PER_LENGTH: gl.co
     length = schedule.key_length(cache_seqlens, sequence, max_length, SEQUENCES_PER_LENGTH)
     num_tiles = schedule.num_tiles_of(length)
     first, end = schedule.part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile)
-    return Segment(sequence, length, first, gl.maximum(end, first), num_tiles)
+    whole = schedule.is_whole(sequence, begin, begin_tile, last, end_tile)
+    return Segment(sequence, length, first, gl.maximum(end, first), whole)
 
 
 @gluon.jit
@@ -625,7 +627,7 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
     exists = rows < num_rows
     acc_rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
     cols = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
-    if (segment.first == 0) & (segment.end == segment.num_tiles):
+    if segment.whole:
         inverse, row_lse = softmax.finish(state)
         if sinks is not None:
             sink = gl.load(sinks + rows % num_heads, mask=exists, other=NEG_INF).to(gl.float32)

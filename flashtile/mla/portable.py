@@ -152,7 +152,7 @@ def decode(
         for tile_begin in range(first * schedule.TILE, tl.minimum(end * schedule.TILE, length), TILE_N):
             state, acc = _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, length, limits, head_kv,
                                       scale_log2, TILE_N, LATENT, ROPE)  # fmt: skip
-        if (first == 0) & (end == num_tiles):
+        if schedule.is_whole(sequence, begin, begin_tile, last, end_tile):
             _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, dims, LSE_WITH_SINKS)
         else:
             slot = schedule.partial_slot(part, first)

@@ -106,6 +106,12 @@ def part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile):
 
 
 @triton.jit
+def is_whole(sequence, begin, begin_tile, last, end_tile):
+    """Whether a part has all tiles of a sequence, so that nothing is merged: by the table, whatever the lengths are now."""
+    return ((sequence != begin) | (begin_tile == 0)) & ((sequence != last) | (end_tile == 2**30))
+
+
+@triton.jit
 def partial_slot(part, first_tile):
     return 2 * part + tl.where(first_tile == 0, 1, 0)
 

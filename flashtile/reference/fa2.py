@@ -90,7 +90,8 @@ def backward(operands, problem, out, lse, dout, dlse=None, tile_m=TILE_M, tile_n
             seqs.of_k(dk)[..., cols, :] = dk_tile
             seqs.of_k(dv)[..., cols, :] = dv_tile
         if dsinks is not None:
-            p_sink = torch.exp(seqs.of_heads(operands.sinks).to(dtype) - lse_rows)
+            sinks = seqs.of_heads(operands.sinks).to(dtype)
+            p_sink = torch.exp(sinks - lse_rows).masked_fill(sinks == float("inf"), 1.0)
             dsinks -= (p_sink * delta).sum((0, 3)).flatten()
     dsinks = None if dsinks is None else dsinks.to(operands.sinks.dtype)
     return dq.to(operands.q.dtype), dk, dv, dsinks

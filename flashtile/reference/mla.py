@@ -82,7 +82,8 @@ def decode(
             if not len(slots):
                 lse[b, :, token] = sink[:, 0] if lse_with_sinks else float("-inf")
                 continue
-            p = weights.softmax(-1)[:, :-1].to(dtype).unflatten(0, query.shape[:2])
+            # A sink of inf takes all: out is 0, not nan
+            p = weights.softmax(-1)[:, :-1].masked_fill(sink == float("inf"), 0.0).to(dtype).unflatten(0, query.shape[:2])
             out[b, token] = torch.einsum("hgk,khd->hgd", p, kv[..., :head_dim_v]).flatten(0, 1)
             lse[b, :, token] = (weights if lse_with_sinks else scores).logsumexp(-1)
     return out, lse

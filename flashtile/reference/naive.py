@@ -60,9 +60,10 @@ def forward(operands, problem, dtype=None):
         scores = torch.einsum("bhgmd,bhnd->bhgmn", seqs.of_q(q), seqs.of_k(k))
         scores = logits(scores, rows, cols, seqs, operands.alibi_slopes).to(wide)
         # One more column, of which only the denominator knows.
-        scores = torch.cat([scores, _sink_column(scores, operands.sinks, seqs)], -1)
-        row_max = pivot(scores.detach().amax(-1, keepdim=True))
-        weights = torch.exp(scores - row_max)
+        sink = _sink_column(scores, operands.sinks, seqs)
+        row_max = pivot(torch.cat([scores, sink], -1).detach().amax(-1, keepdim=True))
+        # A sink of inf takes all: out is 0, not nan
+        weights = torch.exp(torch.cat([scores - row_max, (sink - row_max).masked_fill(sink == float("inf"), 0.0)], -1))
         row_sum = weights.sum(-1, keepdim=True)
         empty = row_sum == 0
         row_sum = row_sum.masked_fill(empty, 1.0)

@@ -41,7 +41,9 @@ def absorb_sink(state, sink):
     row_max = torch.maximum(state.row_max, sink * LOG2_E)
     reference = pivot(row_max)
     correction = torch.exp2(state.row_max - reference)
-    return OnlineSoftmax(row_max, state.row_sum * correction + torch.exp2(sink * LOG2_E - reference)), correction
+    # A sink of inf takes all: out is 0, not nan
+    weight = torch.where(sink * LOG2_E == reference, 1.0, torch.exp2(sink * LOG2_E - reference))
+    return OnlineSoftmax(row_max, state.row_sum * correction + weight), correction
 
 
 def inverse_sum(state):

@@ -76,6 +76,10 @@ def test_case(tier, case, dtype, poisoned):
     checks.check_attention(case, dtype, "cuda")
 
 
+def test_infinite_sink(tier, poisoned):
+    checks.check_infinite_sink(BY_NAME["sinks_causal_gqa"], torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_short_case(tier, case, poisoned):
     """Heads of a group that share tiles, forward and backward; also that they do."""

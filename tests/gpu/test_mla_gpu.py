@@ -6,7 +6,7 @@ import checks
 import pytest
 import torch
 from cases import Case
-from mla_cases import BY_NAME, CASES, MlaCase, check, random_case
+from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths, random_case
 
 from flashtile import hardware
 from flashtile.mla import make_schedule, mla_decode, plan
@@ -86,6 +86,16 @@ def test_calls_of_a_kind(tier, name):
     for seed in range(4):
         alive.append(BY_NAME[name].make(torch.bfloat16, "cuda", seed))
         check(BY_NAME[name], torch.bfloat16, "cuda", seed)
+
+
+def test_schedule_of_other_lengths(tier, poisoned):
+    for seed in range(60):
+        check_other_lengths(seed, torch.bfloat16, "cuda", heads=128 if seed % 2 else 16)
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks_split"])
+def test_infinite_sink(tier, name, poisoned):
+    check_infinite_sink(torch.bfloat16, "cuda", name)
 
 
 def test_cuda_graph_with_schedule(tier):
