@@ -46,6 +46,7 @@ def calls(arch):
         problem = CacheProblem(
             batch=batch, seqlen_q=seqlen_q, capacity=capacity, num_heads=8, num_heads_kv=2, head_dim=dim, head_dim_v=dim,
             page_size=page_size, seqlen_new=new, rotary_dim=64 * new, dtype=dtype, cache_dtype=cache_dtype, softmax_scale=0.1,
+            has_descale=cache_dtype == FP8,
             window=(None, None if seqlen_q == 1 else 0),
         )  # fmt: skip
         config = tiles.decode_config(problem, device)
@@ -58,8 +59,10 @@ def calls(arch):
         k, v = (empty(batch, 1, 2, dim, dtype=dtype) for _ in range(2))
         angles = empty(4096, 32, dtype=dtype)
         table = empty(batch, capacity // page_size)
+        # Of keys and values alone: queries have none but in fp8
+        descale = empty(batch, 2, dtype=torch.float32) if cache_dtype == FP8 else None
         operands = CacheOperands(q, k_cache, v_cache, k, v, cache_seqlens=empty(batch), block_table=table, rotary_cos=angles,
-                                 rotary_sin=angles)  # fmt: skip
+                                 rotary_sin=angles, k_descale=descale, v_descale=descale)  # fmt: skip
         name = f"d{dim} {str(dtype).removeprefix('torch.')} {str(cache_dtype).removeprefix('torch.')} {seqlen_q} queries"
         name += f" pages of {page_size}"
         yield name, device, config, problem, operands

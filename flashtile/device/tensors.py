@@ -29,15 +29,18 @@ def rows_of(x, lse=False) -> Rows:
 
 
 class PerHead(NamedTuple):
-    """(batch, heads) numbers. Strides in elements, 0 where one number stands for all."""
+    """(batch, heads) numbers. Strides in elements, 0 where one number stands for all; ptr is None where there are none.
+
+    Not None as a whole: of a tuple that holds None beside such tuples Triton knows no type.
+    """
 
     ptr: Any
     batch_stride: Any
     head_stride: Any
 
 
-def per_head_of(x) -> PerHead | None:
-    return None if x is None else PerHead(x, *x.stride())
+def per_head_of(x) -> PerHead:
+    return PerHead(None, None, None) if x is None else PerHead(x, *x.stride())
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def _load_rotated(ptr, head_stride, heads, mask, position, rotary, DIM: tl.const
 def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, CONVERT: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """A token's heads to its slot. CONVERT: into fp8, divided by the descale of each head."""
     if CONVERT:
-        if descale is not None:
+        if descale.ptr is not None:
             x = x / tl.load(per_head_ptr(descale, batch, heads), mask=heads < num_heads, other=1.0)[:, None]
         x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
     ptr = x_cache.ptr + page.to(tl.int64) * x_cache.batch_stride + place.to(tl.int64) * x_cache.row_stride

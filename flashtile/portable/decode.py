@@ -131,7 +131,7 @@ class Partial(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """PerHead of key-value heads, fp32, or None."""
+    """PerHead of key-value heads, fp32."""
 
     q: Any
     k: Any
@@ -285,9 +285,9 @@ def _load_queries(q, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constex
 def _load_scale(part, score_params, descales):
     """The scale of a head, with that of its fp8 values."""
     scale = score_params.scale
-    if descales.q is not None:
+    if descales.q.ptr is not None:
         scale = scale * tl.load(per_head_ptr(descales.q, part.batch, part.head))
-    if descales.k is not None:
+    if descales.k.ptr is not None:
         scale = scale * tl.load(per_head_ptr(descales.k, part.batch, part.head))
     return scale
 
@@ -331,7 +331,7 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
         acc = acc * correction[:, None]
     inverse, row_lse = softmax.finish(state)
-    if descales.v is not None:
+    if descales.v.ptr is not None:
         inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
     acc = acc * inverse[:, None]
     dims_v = tl.arange(0, BLOCK_DV)
