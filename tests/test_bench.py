@@ -268,6 +268,20 @@ def test_reference_agrees_with_sdpa_in_float64():
     assert all(error.max_abs < 1e-12 for error in accuracy.errors.values())
 
 
+@pytest.mark.parametrize("case", [dataclasses.replace(SMALL, seqlen_q=1, seqlen_k=1),
+                                  dataclasses.replace(SMALL, seqlen_q=40, seqlen_k=1)], ids=BenchCase.label)  # fmt: skip
+def test_one_visible_key_leaves_nothing_but_rounding_of_dq(case):
+    """dq and dk are then 0, and PyTorch's own error may be, too."""
+    inputs = make_inputs(case, "cpu", 0, dout=True)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = peers.load("flashtile", "cpu")(*leaves, case)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs[3])
+    checker = gate.make(case, inputs)
+    out = out.detach()
+    assert checker.check(out, (dq + 1e-7, dk - 1e-7, dv)).passed
+    assert not checker.check(out, (dq + 1e-4, dk, dv)).passed and not checker.check(out, (dq, dk + 1e-4, dv)).passed
+
+
 def test_rows_that_see_no_key_are_zero():
     case = dataclasses.replace(SMALL, causal=True, seqlen_q=80, seqlen_k=48)
     reference = gate.Gate(case, make_inputs(case, "cpu", 0, dout=True)).reference
