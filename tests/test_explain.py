@@ -63,6 +63,25 @@ def test_gradient_of_slopes_has_a_plan(capsys):
     assert "dslopes" not in explain(capsys, "--target", "H200", "-d", "128")[1]
 
 
+def test_decode_on_a_cache(capsys):
+    shape = ("--mode", "decode", "--target", "H200", "-s", "8k", "--nheads", "32", "--nheads-kv", "8", "-d", "128")
+    code, text = explain(capsys, *shape, "-b", "1")
+    assert code == 0 and "b1 sq1 sk8192 h32/8 d128 bf16" in text and "0.13 GFLOP tensors 32 MiB" in text
+    assert "portable: decode 16x64 warps 4 stages 3 264 programs share the keys of all sequences evenly" in text
+    code, text = explain(capsys, *shape, "-b", "8", "--page-size", "64", "--seqlen-q", "300")
+    assert code == 0 and "pages of 64" in text and "programs, each with all keys of 64 rows" in text
+    assert main(["explain", "--mode", "bwd"]) == 2 and "expected fwd_bwd or decode" in capsys.readouterr().err
+    assert main(["explain", *shape, "--varlen"]) == 2
+    assert main(["warm", *shape[:2], "-d", "576-512", "--nheads-kv", "1", "--target", "H200"]) == 2
+    assert "expected none for a latent cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [(("--nheads", "256"), "at most 128 heads"), (("--seqlen-q", "9"), "at most 8 query")])
+def test_latent_decode_refuses_what_the_call_refuses(capsys, flags, words):
+    shape = ["--seqlen-q", "1", "--nheads", "16", "--nheads-kv", "1", "-d", "576-512", "--target", "H200"]
+    assert main(["explain", *shape, *flags]) == 2 and words in capsys.readouterr().err
+
+
 def test_latent_decode(capsys):
     """Work per byte decides: 128 heads are limited by products, 16 by memory."""
     shape = ("-b", "128", "--seqlen-q", "1", "-s", "8k", "--nheads-kv", "1", "-d", "576-512", "--target", "H200")

@@ -181,15 +181,20 @@ def warm(cache, *more):
     words = "-m flashtile warm --batch 1 --seqlen 256 --nheads 2 --headdim 40 --causal".split()
     process = subprocess.run([sys.executable, *words, *more], env=environment, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
-    assert "b1 s256 h2 d40 causal bf16" in process.stdout and cache.name in process.stdout
+    label = "b1 sq1 sk256 h2 d40 causal bf16" if "decode" in more else "b1 s256 h2 d40 causal bf16"
+    assert label in process.stdout and cache.name in process.stdout
     return sorted(cache.rglob("*.cubin"))
 
 
+DECODE = "--mode", "decode"
+
+
 @pytest.mark.gpu
-def test_warm_fills_the_cache(tmp_path):
+@pytest.mark.parametrize("more", [(), DECODE, (*DECODE, "--page-size", "16")])
+def test_warm_fills_the_cache(tmp_path, more):
     """A later process compiles nothing."""
-    kernels = warm(tmp_path)
-    assert kernels and warm(tmp_path) == kernels
+    kernels = warm(tmp_path, *more)
+    assert kernels and warm(tmp_path, *more) == kernels
 
 
 @pytest.mark.slow
@@ -200,10 +205,21 @@ def test_warm_for_a_gpu_that_is_not_here(tmp_path):
     assert warm(tmp_path, "--target", "A100", "--forward-only") == kernels
 
 
+@pytest.mark.slow
+def test_warm_decode_for_a_gpu_that_is_not_here(tmp_path):
+    """Calls with new keys, after which attention may begin early, and calls without; seqlen_new is a specialised argument."""
+    pytest.importorskip("triton")
+    kernels = warm(tmp_path, "--target", "H200", *DECODE)
+    assert {"append_rows", "decode_attention", "merge_parts"} == {path.stem for path in kernels}
+    assert sum(path.stem == "decode_attention" for path in kernels) == 2
+    assert warm(tmp_path, "--target", "H200", *DECODE) == kernels
+
+
 @pytest.mark.gpu
-def test_the_gpu_finds_what_was_compiled_without_it(tmp_path):
-    kernels = warm(tmp_path, "--target", torch.cuda.get_device_name())
-    assert kernels and warm(tmp_path) == kernels
+@pytest.mark.parametrize("more", [(), DECODE])
+def test_the_gpu_finds_what_was_compiled_without_it(tmp_path, more):
+    kernels = warm(tmp_path, "--target", torch.cuda.get_device_name(), *more)
+    assert kernels and warm(tmp_path, *more) == kernels
 
 
 @pytest.mark.gpu

@@ -136,8 +136,8 @@ class BenchCase:
 
         page_size = self.page_size or 64
         return MlaProblem(
-            batch=self.batch, seqlen_q=self.seqlen_q, num_heads=self.num_heads, num_heads_kv=1, head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v, dtype=self.torch_dtype, page_size=page_size,
+            batch=self.batch, seqlen_q=self.seqlen_q, num_heads=self.num_heads, num_heads_kv=self.num_heads_kv,
+            head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype, page_size=page_size,
             num_pages=self.batch * -(-self.seqlen_k // page_size), causal=self.causal and self.seqlen_q > 1,
             softmax_scale=self.head_dim**-0.5,
         )  # fmt: skip

@@ -1,9 +1,10 @@
 """Compile kernels for a GPU that is not here, and read from the binary what they cost: registers, spills, shared memory.
 
-Three doors:
+Four doors:
 
     compile_kernel(kernel, args, constexprs, arch=90)    one kernel, its arguments given
     compile_plan(problem, plan, 90, "forward")           the kernels of a plan of `dispatch`
+    compile_decode(problem, plan, device)                those of a call on a key-value cache
     with launches(arch=90) as reports: launch(...)       every `kernel[grid](...)` inside compiles and runs nothing
 
 What was compiled lies in Triton's cache, where a process on that GPU finds it, see `flashtile warm --target`.
@@ -185,6 +186,44 @@ def compile_plan(problem, plan, arch, direction, *, sass=False):
     with launches(arch, sass=sass) as reports:
         for job in plan.compile_jobs(problem, operands, direction):
             job()
+    return reports
+
+
+def compile_decode(problem, plan, device, *, sass=False):
+    """Compile the kernels of a call on a key-value cache, without data.
+
+    Args:
+        problem: CacheProblem with lengths of their own; without packed queries, rotary embedding, fp8, sinks.
+        plan: a dispatch.Plan of it for the direction "decode".
+        device: the hardware.Device that it is for.
+        sass: as in `launches`.
+    Returns:
+        list of CompiledReport.
+    """
+    import torch
+
+    from flashtile.kvcache_problem import CacheOperands
+    from flashtile.portable import decode
+
+    def empty(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch, heads_kv, page_size = problem.batch, problem.num_heads_kv, problem.page_size
+    pages = -(-problem.capacity // page_size) if page_size else 0
+    rows = (batch * pages, page_size) if page_size else (batch, problem.capacity)
+    new = {}
+    if problem.appends:
+        new = {name: empty(batch, problem.seqlen_new, heads_kv, dim, dtype=problem.dtype)
+               for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v))}  # fmt: skip
+    operands = CacheOperands(
+        empty(batch, problem.seqlen_q, problem.num_heads, problem.head_dim, dtype=problem.dtype),
+        empty(*rows, heads_kv, problem.head_dim, dtype=problem.cache_dtype),
+        empty(*rows, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype), **new, cache_seqlens=empty(batch),
+        block_table=empty(batch, pages) if page_size else None,
+        alibi_slopes=empty(problem.num_heads, dtype=torch.float32) if problem.has_alibi else None,
+    )  # fmt: skip
+    with launches(device.sm, sass=sass) as reports:
+        decode.Call(problem, plan.configs["decode"], operands, device)(operands)
     return reports
 
 

@@ -31,6 +31,8 @@ _shape, _timing, _output = _panel("Shape"), _panel("Measurement"), _panel("Outpu
 Text, Number, Switch = str | None, float | None, bool | None
 # Shape flags of commands that look at attention, but not at a cache
 PACKED = ("dropout", "varlen", "alibi")
+# And of those that look at a cache
+CACHED = ("alibi", "page_size")
 
 
 @dataclass

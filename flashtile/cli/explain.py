@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, PACKED, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import CACHED, OK, PACKED, Progress, ShapeFlags, command, make_console
 
 
 def add(app) -> None:
@@ -20,6 +20,9 @@ def explain(
     compile_kernels: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the kernels for the target, to count registers and spills.")
     ] = True,
+    mode: Annotated[
+        str, typer.Option("--mode", help="fwd_bwd, or decode: one query token, or --seqlen-q, on a key-value cache.")
+    ] = "fwd_bwd",
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Also the rungs of the ladder: shared memory, registers, blocks on an SM.")
     ] = False,
@@ -31,9 +34,12 @@ def explain(
         from flashtile import hardware
 
         devices = [find_target(name.strip(), hardware) for name in target.split(",")]
-        cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16", takes=PACKED)
+        decodes = decoding(mode)
+        cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16", decodes,
+                            takes=CACHED if decodes else PACKED)  # fmt: skip
         for case, device in itertools.product(cases, devices):
-            lines = list(_describe(case, device, compile_kernels, progress))
+            describe = _describe_cache if decodes and not case.latent else _describe
+            lines = list(describe(case, device, compile_kernels, progress))
             if ladder:
                 from flashtile.cli.ladder import lines_for_case
 
@@ -43,6 +49,15 @@ def explain(
             head = f"[bold]{case.label()}[/]   on {device.name} ({device.arch})"
             console.print("\n".join([head, *lines, ""]), highlight=False)
     return OK
+
+
+def decoding(mode) -> bool:
+    """Whether --mode says decode; refuses what is neither that nor fwd_bwd."""
+    from flashtile.bench.cases import DECODE, UsageError
+
+    if mode not in ("fwd_bwd", DECODE):
+        raise UsageError(f"mode: expected fwd_bwd or {DECODE}, got {mode!r}.")
+    return mode == DECODE
 
 
 def find_target(name, hardware):
@@ -109,17 +124,14 @@ def _work(words, flops, num_bytes, problem, device):
 
 
 def _describe_latent(case, device):
-    """Lines about a decode over a latent cache with pages of 64 tokens: `flashtile.mla.mla_decode`."""
+    """Lines about a decode over a latent cache with pages of 64 tokens, or --page-size: `flashtile.mla.mla_decode`."""
     from flashtile import settings
     from flashtile.errors import UnsupportedError
     from flashtile.mla import plan
-    from flashtile.mla.problem import MlaProblem
+    from flashtile.mla.problem import check_queries
 
-    problem = MlaProblem(
-        batch=case.batch, seqlen_q=case.seqlen_q, num_heads=case.num_heads, num_heads_kv=case.num_heads_kv,
-        head_dim=case.head_dim, head_dim_v=case.head_dim_v, dtype=case.torch_dtype, page_size=64,
-        num_pages=case.batch * -(-case.seqlen_k // 64), causal=case.causal and case.seqlen_q > 1,
-    )  # fmt: skip
+    check_queries(case.seqlen_q, case.num_heads)
+    problem = case.latent_problem()
     lengths = [case.seqlen_k] * case.batch
     flops = problem.flops(lengths)
     yield from _work(f"{_giga(flops)} GFLOP", flops, problem.bytes_moved(lengths), problem, device)
@@ -133,6 +145,29 @@ def _describe_latent(case, device):
     yield f"  decode    {chosen.tier}"
     for tier, reason in chosen.refusals:
         yield f"            not {tier}: {reason}"
+
+
+def _describe_cache(case, device, compile_kernels, progress):
+    """Lines about `flashtile.attention_with_kvcache` on a cache whose slots are all in use."""
+    from flashtile.problem import check_head_dims
+
+    problem = case.cache_problem()
+    check_head_dims(problem.head_dim, problem.head_dim_v)
+    lengths = [case.seqlen_k] * case.batch
+    flops = problem.flops(lengths)
+    yield from _work(f"{_giga(flops)} GFLOP", flops, problem.bytes_moved(lengths), problem, device)
+    yield from _kernels(problem, device, "decode", compile_kernels, progress)
+
+
+def _parts(problem, config, device):
+    """Who attends to what in a call on a cache."""
+    from flashtile.portable.decode import plan_parts
+
+    plan = plan_parts(problem, config, device.num_sms or 1)
+    if plan.balanced:
+        side = f", {plan.side} heads side by side" if plan.side > 1 else ""
+        return f"{plan.num_programs} programs share the keys of all sequences evenly{side}; a second kernel merges what was cut"
+    return f"{plan.num_programs} programs, each with all keys of {config.tile_m} rows (queries of the heads of a group)"
 
 
 def _kernels(problem, device, direction, compile_kernels, progress):
@@ -150,10 +185,15 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     for tier, reason in plan.refusals:
         if device.arch != "cpu" and tier not in ("sdpa", "reference"):
             yield f"            not {tier}: {reason}"
+    if direction == "decode" and plan.tier == "portable":
+        yield f"            {_parts(problem, plan.configs['decode'], device)}"
     if compile_kernels and device.arch != "cpu":
         progress.say(f"compiling the {direction} kernels for {device.arch}")
         try:
-            reports = offline.compile_plan(problem, plan, device.sm, direction, sass=True)
+            if direction == "decode":
+                reports = offline.compile_decode(problem, plan, device, sass=True)
+            else:
+                reports = offline.compile_plan(problem, plan, device.sm, direction, sass=True)
         except (ImportError, UnsupportedError) as error:
             yield f"            not compiled: {error}"
             return

@@ -1,11 +1,12 @@
 """`flashtile warm`: compile the kernels of given cases into Triton's cache, so that later processes find them."""
 
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import MISSING, OK, PACKED, Progress, ShapeFlags, command, complain, make_console
+from flashtile.cli.common import CACHED, MISSING, OK, PACKED, Progress, ShapeFlags, command, complain, make_console
 
 
 def add(app) -> None:
@@ -15,6 +16,9 @@ def add(app) -> None:
 def warm(
     shape: ShapeFlags,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Leave the backward kernels out.")] = False,
+    mode: Annotated[
+        str, typer.Option("--mode", help="fwd_bwd, or decode: on a key-value cache, with new tokens in the call and without.")
+    ] = "fwd_bwd",
     device: Annotated[str, typer.Option("--device", help="cuda or cuda:N.")] = "cuda",
     target: Annotated[
         str, typer.Option("--target", help="Compile for a GPU that is not here: H200, A100, sm_90, ...")
@@ -31,13 +35,19 @@ def warm(
         progress.say("importing torch")
         import torch
 
+        from flashtile.cli.explain import decoding
+
         if not target and not torch.cuda.is_available():
             complain("warm: no CUDA device here. Name the GPU that the kernels are for: --target H200.")
             return MISSING
-        cases = shape.cases("bf16", takes=PACKED)
+        decodes = decoding(mode)
+        cases = shape.cases("bf16", decodes, takes=CACHED if decodes else PACKED)
         for case in cases:
             progress.say(f"compiling {case.label()}")
-            seconds, tiers = _compile(case, target, forward_only) if target else _warm(case, device, forward_only)
+            if decodes:
+                seconds, tiers = _compile_decode(case, target) if target else _warm_decode(case, device)
+            else:
+                seconds, tiers = _compile(case, target, forward_only) if target else _warm(case, device, forward_only)
             progress.say("")
             console.print(f"{case.label():48}  {seconds:6.1f} s   {tiers}", highlight=False)
     from triton import knobs
@@ -61,6 +71,52 @@ def _compile(case, target, forward_only):
         offline.compile_plan(problem, plan, device.sm, direction)
         tiers.append(f"{direction}: {plan.tier}")
     return time.perf_counter() - begin, ", ".join(tiers)
+
+
+def _compile_decode(case, target):
+    """The same for calls on a key-value cache, those that bring new keys and those that do not."""
+    from flashtile import dispatch, hardware, settings
+    from flashtile.bench import offline
+    from flashtile.bench.cases import UsageError
+    from flashtile.cli.explain import find_target
+    from flashtile.problem import check_head_dims
+
+    if case.latent:
+        raise UsageError("target: expected none for a latent cache; its kernels are warmed on the GPU that they are for.")
+    check_head_dims(case.head_dim, case.head_dim_v)
+    begin = time.perf_counter()
+    device, problem = find_target(target, hardware), case.cache_problem()
+    for each in (problem, replace(problem, seqlen_new=problem.seqlen_q)):
+        plan = dispatch.plan(each, device, "decode", settings.preferred_tiers())
+        offline.compile_decode(each, plan, device)
+    return time.perf_counter() - begin, f"decode: {plan.tier}"
+
+
+def _warm_decode(case, device):
+    """The same, by calls as a user would make them."""
+    import torch
+
+    from flashtile import attention_with_kvcache
+    from flashtile.bench import peers
+    from flashtile.bench.cases import make_inputs
+
+    begin = time.perf_counter()
+    q, k, v, _ = make_inputs(case, device)
+    if case.latent:
+        peers.cache_attend(k, v, case)(q, k, v, case)
+    else:
+        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap,
+                   "alibi_slopes": case.alibi_slopes(q.device)}  # fmt: skip
+        new, caches = {"k": k[:, : case.seqlen_q], "v": v[:, : case.seqlen_q]}, (k.clone(), v.clone())
+        if case.page_size:
+            pages = -(-case.seqlen_k // case.page_size)
+            caches = [x.new_zeros(case.batch * pages, case.page_size, *x.shape[2:]) for x in (k, v)]
+            options["block_table"] = torch.arange(case.batch * pages, dtype=torch.int32, device=q.device).view(case.batch, -1)
+        lengths = torch.full((case.batch,), case.seqlen_k - case.seqlen_q, dtype=torch.int32, device=q.device)
+        for more in ({}, {name: x.contiguous() for name, x in new.items()}):
+            attention_with_kvcache(q, *caches, cache_seqlens=lengths, **more, **options)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, peers.flashtile_kernels(case, "decode", device)
 
 
 def _warm(case, device, forward_only):

@@ -183,11 +183,19 @@ def _check_tensors(q, kv_cache) -> bool:
     num_heads, num_heads_kv = q.shape[2], kv_cache.shape[2]
     if num_heads == 0 or num_heads_kv == 0 or num_heads % num_heads_kv:
         raise ShapeError(explain("q", "heads that are a multiple of those of kv_cache", f"{num_heads} and {num_heads_kv}"))
-    if num_heads > MAX_HEADS:
-        raise ShapeError(explain("q", f"at most {MAX_HEADS} heads", num_heads, "Split the heads over calls."))
+    check_queries(1, num_heads)
     if kv_cache.shape[1] == 0:
         raise ShapeError(explain("kv_cache", "a page size of at least 1", _shape(kv_cache)))
     return fp8
+
+
+def check_queries(seqlen_q, num_heads) -> None:
+    """How many queries a dense call takes."""
+    if num_heads > MAX_HEADS:
+        raise ShapeError(explain("q", f"at most {MAX_HEADS} heads", num_heads, "Split the heads over calls."))
+    if seqlen_q > MAX_SEQLEN_Q:
+        raise ShapeError(explain("q", f"at most {MAX_SEQLEN_Q} query tokens", seqlen_q,
+                                 "Prefill in the unabsorbed form with flashtile.attention."))  # fmt: skip
 
 
 def check_int32(name, x, device, shape) -> None:
@@ -211,9 +219,7 @@ def _check_dense(operands) -> None:
             raise ShapeError(explain(name, "a tensor", None, "Only sparse decode, with indices, has none."))
     if operands.topk_length is not None:
         raise ShapeError(explain("topk_length", "None without indices", _shape(operands.topk_length)))
-    if q.shape[1] > MAX_SEQLEN_Q:
-        raise ShapeError(explain("q", f"at most {MAX_SEQLEN_Q} query tokens", q.shape[1],
-                                 "Prefill in the unabsorbed form with flashtile.attention."))  # fmt: skip
+    check_queries(q.shape[1], q.shape[2])
     check_int32("block_table", operands.block_table, q.device, (q.shape[0], None))
     check_int32("cache_seqlens", operands.cache_seqlens, q.device, (q.shape[0],))
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile import hardware
 from flashtile.device import cache
 from flashtile.device.tensors import per_head_of, per_head_ptr, rows_of
 from flashtile.outputs import fresh
@@ -155,7 +154,7 @@ def append_rows(
 class Append:
     """The launch of calls with the shapes, strides, dtypes and alignments of operands; see `decode.Call`."""
 
-    def __init__(self, problem, operands):
+    def __init__(self, problem, operands, device):
         q, k = operands.q, operands.k
         self.problem = problem
         self.rotates = problem.rotary_dim > 0
@@ -171,7 +170,7 @@ class Append:
             "ROTARY_DIM": problem.rotary_dim, "INTERLEAVED": problem.rotary_interleaved, "MOVES": problem.rotary_moves,
             "CONVERT_K": problem.cache_dtype != k.dtype, "CONVERT_V": problem.cache_dtype != operands.v.dtype,
             "HEADS": min(HEADS, triton.next_power_of_2(heads)), "BATCH_BLOCK": triton.next_power_of_2(problem.batch),
-            "HAS_DEPENDENT": hardware.detect(q.device).sm >= 90,
+            "HAS_DEPENDENT": device.sm >= 90,
         }  # fmt: skip
         self.grid = (num_new + num_q, triton.cdiv(heads, HEADS))
 

@@ -569,17 +569,18 @@ def merge_parts(
 class Call:
     """Append, attend, merge: three launches at most. What stays the same from call to call is kept, compiled kernels too.
 
-    Calls must have the shapes, strides, dtypes and alignments of operands. config: tiles.DecodeConfig.
+    Calls must have the shapes, strides, dtypes and alignments of operands. config: tiles.DecodeConfig. device: the
+    hardware.Device that it is for, if that is not where the operands are.
     """
 
-    def __init__(self, problem, config, operands):
+    def __init__(self, problem, config, operands, device=None):
         self.problem = problem
-        device = hardware.detect(operands.q.device)
+        device = device or hardware.detect(operands.q.device)
         plan = plan_parts(problem, config, device.num_sms or INTERPRETED_SMS)
         out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
         # Rows of out may all be of no sequence
         self.is_empty = 0 in out_shape or plan.num_programs == 0
-        self.append = append.Append(problem, operands) if problem.appends else None
+        self.append = append.Append(problem, operands, device) if problem.appends else None
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)

@@ -61,9 +61,13 @@ def forward(operands, problem, dtype=None):
         scores = logits(scores, rows, cols, seqs, operands.alibi_slopes).to(wide)
         # One more column, of which only the denominator knows.
         sink = _sink_column(scores, operands.sinks, seqs)
-        row_max = pivot(torch.cat([scores, sink], -1).detach().amax(-1, keepdim=True))
-        # A sink of inf takes all: out is 0, not nan
-        weights = torch.exp(torch.cat([scores - row_max, (sink - row_max).masked_fill(sink == float("inf"), 0.0)], -1))
+        scores = torch.cat([scores, sink], -1)
+        row_max = pivot(scores.detach().amax(-1, keepdim=True))
+        scores = scores - row_max
+        if operands.sinks is not None:
+            # A sink of inf takes all: out is 0, not nan
+            scores = torch.cat([scores[..., :-1], scores[..., -1:].masked_fill(sink == float("inf"), 0.0)], -1)
+        weights = torch.exp(scores)
         row_sum = weights.sum(-1, keepdim=True)
         empty = row_sum == 0
         row_sum = row_sum.masked_fill(empty, 1.0)
