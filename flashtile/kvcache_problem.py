@@ -169,7 +169,7 @@ class CacheProblem(CallShape):
             total_q=q.shape[0] if packed else None,
             total_new=None if operands.cu_seqlens_k_new is None else operands.k.shape[0], rotary_dim=rotary_dim,
             rotary_interleaved=options.rotary_interleaved,
-            rotary_moves=_moves(options), window=window,
+            rotary_moves=rotary_dim > 0 and _moves(options), window=window,
             softmax_scale=scale, softcap=options.softcap, num_splits=options.num_splits,
             has_leftpad=operands.cache_leftpad is not None, has_alibi=operands.alibi_slopes is not None,
             has_sinks=operands.sinks is not None,

@@ -21,6 +21,8 @@ from flashtile.bench.cases import (
     parse_ints,
     parse_window,
 )
+from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem
+from flashtile.problem import AttentionProblem, Operands
 
 SMALL = BenchCase(1, 64, 64, 2, 2, 16, 16, dtype="fp32")
 QUICK = engine.Settings(repeats=6, roof=False)
@@ -212,6 +214,23 @@ def test_inputs_are_seeded_and_normal():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
     assert abs(first[0].mean()) < 0.05 and abs(first[0].std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"seqlen_q": 1, "causal": True}, {"window": (63, 0)}, {"window": (5, None), "causal": True},
+    {"num_heads_kv": 1, "alibi": True}, {"softcap": 3.0, "head_dim_v": 8},
+], ids=str)  # fmt: skip
+def test_problems_of_a_case_are_those_of_its_calls(more):
+    """What `explain` and `warm --target` take for a call: else they compile other kernels."""
+    case = dataclasses.replace(SMALL, **more)
+    q, k, v, _ = make_inputs(case, "cpu", 0)
+    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+    slopes = case.alibi_slopes("cpu")
+    assert case.problem() == AttentionProblem.from_tensors(Operands(q, k, v, alibi_slopes=slopes), **options)
+    lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32)
+    operands = CacheOperands(q, k, v, cache_seqlens=lengths, alibi_slopes=slopes)
+    asked = CacheOptions(None, True, case.causal, *case.window, None, case.softcap, 0, False)
+    assert case.cache_problem() == CacheProblem.from_tensors(operands, asked)
 
 
 # --- the gate ------------------------------------------------------------------------------------------------------------

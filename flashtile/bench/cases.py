@@ -105,12 +105,13 @@ class BenchCase:
 
     def problem(self):
         """The AttentionProblem of this case, which counts its FLOPs and bytes."""
-        from flashtile.problem import AttentionProblem
+        from flashtile.problem import AttentionProblem, checked_window
 
+        window = checked_window(self.window, self.causal, self.seqlen_q, self.seqlen_k)
         return AttentionProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            window=self.mask_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
+            window=window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
             has_alibi=self.alibi, total_q=sum(self.lengths) if self.varlen else None,
             total_k=sum(self.lengths) if self.varlen else None, same_lengths=self.varlen,
         )  # fmt: skip
@@ -122,11 +123,13 @@ class BenchCase:
     def cache_problem(self):
         """The CacheProblem of this case in the mode decode: a cache of seqlen_k slots a sequence, all in use."""
         from flashtile.kvcache_problem import CacheProblem
+        from flashtile.problem import checked_window
 
+        window = checked_window(self.window, self.causal, self.seqlen_q, self.seqlen_k)
         return CacheProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, capacity=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=self.mask_window,
+            cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=window,
             softmax_scale=self.head_dim**-0.5, softcap=self.softcap, has_alibi=self.alibi,
         )  # fmt: skip
 
