@@ -165,6 +165,9 @@ def select(table, kernel, problem, device) -> Row | None:
 class HopperConfig:
     """tile_m = 64 queries a consumer, by tile_n keys, loads num_stages deep.
 
+    Stages are more than the key tiles by which a causal mask sets the first consumer back, (tile_m - 64) / tile_n: it keeps the
+    turn while it waits for its first one, which others would have to make room for. Else calls never end.
+
     l2_bytes: keys and values of the heads in work together. lazy: acc is rescaled only where a maximum grew by much, and p v is
     waited for after the exponentials; else a row's sum stays in parts until the end. heads: of a group that share a tile, by
     their queries side by side. rest_apart: of q and k those columns that count past the first 128 have memory of their own, so

@@ -7,7 +7,7 @@ import torch
 
 from flashtile import hardware
 from flashtile.problem import AttentionProblem
-from flashtile.tiles import PORTABLE, box_columns, hopper_config, live_columns, padded_dim, select
+from flashtile.tiles import HOPPER, PORTABLE, box_columns, hopper_config, live_columns, padded_dim, select
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -58,3 +58,9 @@ def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
 
     assert [rows(64, 32, "H200"), rows(65, 32, "H200"), rows(64, 40, "H200"), rows(64, 32, "A100")] == [32, 64, 64, 128]
     assert [padded_dim(24, 2, 32), padded_dim(24, 2, 64), padded_dim(8, 2, 32), padded_dim(40, 2, 32)] == [32, 64, 16, 64]
+
+
+@pytest.mark.parametrize("row", HOPPER, ids=str)
+def test_stages_of_the_hopper_forward_are_enough_for_turns(row):
+    """The first consumer begins so many key tiles later than the last, and keeps the turn until then."""
+    assert (row.config.tile_m - 64) / row.config.tile_n < row.config.num_stages

@@ -173,6 +173,9 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.43 where both
   take turns at the power limit, ratios.json). By windows of 128 to 4096 a tile of queries takes 3.5 to 4 us beside its steps of
   1.35 us, and a window of 1024 has 9 of these for 8 that count; a masked step has 260 instructions more.
+- head dim 128 with 3 consumers of 64 keys (4 or 3 stages) against 2 of 128, which have longer chains (us, 9 shuffled rounds):
+  softcap causal 2 x 8192 1149 to 1159, 1200, full 4 x 2048 278 to 346, 322; a window of 1024 of 16k keys 244 to 250, 255;
+  causal 8192 757 to 793, 784, 1024 133 to 162, 161; ALiBi 758 to 806, 810.
 - one exponential in 16, 8 or 4 by a polynomial of degree 4 on the FMA pipe, as FA4 does on Blackwell: head dim 128 causal
   633 to 605, 579, 555, head dim 64 513 to 478, 467, 430; degree 3 is equal. Issue slots are as short as units for exponentials.
 - the correction of acc made to wait for the row sums (a selp no one takes), so that ptxas puts exponentials before the
