@@ -52,15 +52,20 @@ class Glance:
 
     def fits(self, tensors) -> bool:
         there = self.present(tensors)
-        if self.absent(tensors) != self.none or not self.same(*there):
+        if self.absent(tensors) != self.none:
+            return False
+        addresses = 0
+        for x in there:
+            if x is None or x.is_nested:
+                # torch's look ends the process at nested ones
+                return False
+            addresses |= x.data_ptr()
+        if addresses % 16 or not self.same(*there):
             return False
         for place, first in self.again:
             if tensors[place] is not tensors[first]:
                 return False
-        addresses = 0
-        for x in there:
-            addresses |= x.data_ptr()
-        return not addresses % 16
+        return True
 
 
 class Calls:

@@ -226,6 +226,8 @@ def check_cache_arguments(operands, options):
                 continue
             expected = "an int or an int32 tensor" if name == "cache_seqlens" else "a torch.Tensor"
             raise DtypeError(explain(name, expected, type(value).__name__))
+        if value is not None and value.is_nested:
+            raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", "Pack it: cu_seqlens_q."))
     for name in ("rotary_interleaved", "causal", "return_lse"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -273,7 +275,7 @@ def _check_rows(name, x, q, rank, layout) -> None:
 
 def _check_dtypes(operands) -> None:
     q, k_cache, v_cache = operands[:3]
-    if q.device.type not in ("cuda", "cpu"):
+    if q.device.type not in ("cuda", "cpu", "meta"):
         raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
     if q.dtype not in (*DTYPES, FP8):
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile import settings
-from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
+from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -224,6 +224,9 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
     for name, value in zip(Operands._fields, operands):
         if not isinstance(value, torch.Tensor) and (value is not None or name in "qkv"):
             raise DtypeError(explain(name, "a torch.Tensor", type(value).__name__))
+        if value is not None and value.is_nested:
+            way_out = "Pack it: attention_varlen takes its values() and offsets()."
+            raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", way_out))
     for name, value in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
         if not isinstance(value, bool):
             raise DtypeError(explain(name, "True or False", repr(value)))

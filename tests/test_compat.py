@@ -455,6 +455,12 @@ def test_private_varlen_functions_are_the_two_halves():
     assert row_sums.shape == (4, q.shape[0] + 128 * len(LENGTHS))
 
 
+def test_private_forward_has_no_autograd():
+    q = torch.randn(1, 4, 2, 16, requires_grad=True)
+    out, lse, *_ = flash_attn_interface._flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)
+    assert not out.requires_grad and not lse.requires_grad
+
+
 def test_parts_of_a_row_merge_by_lse():
     """What ring attention does: two halves of the keys, joined by their lse, are the whole call; so are its gradients."""
     q, k, v = tensors(seqlen_k=20)

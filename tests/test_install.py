@@ -86,6 +86,9 @@ def test_shim_is_the_distribution_flash_attn(tmp_path):
     assert process.returncode == 0, process.stderr
     code = """
 import importlib.metadata as metadata
+import flashtile.compat
+flashtile.compat.install()
+flashtile.compat.uninstall()
 import flash_attn.bert_padding
 from flash_attn import flash_attn_func
 from flashtile.compat import flash_attn

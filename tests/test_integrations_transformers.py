@@ -159,6 +159,87 @@ def test_static_cache_without_a_mask():
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_static_cache_with_a_mask_as_long_as_it(after):
+    """Whatever the mask says of slots behind the last query."""
+    model = MODELS["llama"]().eval()
+    mask = torch.nn.functional.pad(LEFT, (0, 18), value=after)
+    logits = {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            parts = [model(TOKENS[:, part], attention_mask=mask, past_key_values=cache).logits
+                     for part in (slice(0, 9), slice(9, 10), slice(10, 14))]  # fmt: skip
+        logits[implementation] = torch.cat(parts, 1)[LEFT.bool()]
+    torch.testing.assert_close(logits[integration.NAME], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def bart():
+    torch.manual_seed(0)
+    small = dict(vocab_size=61, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, dropout=0.0,
+                 decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64)  # fmt: skip
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**small))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("seqlen", [1, 5, 14, 20])
+def test_decoder_looks_at_an_encoder(bart, mask, seqlen):
+    """The mask is that of the encoder's tokens; of queries it says nothing."""
+    tokens = torch.arange(2 * seqlen).view(2, seqlen) * 5 % 58 + 3
+    got = {}
+    for implementation in ("eager", integration.NAME):
+        bart.set_attn_implementation(implementation)
+        bart.zero_grad()
+        arguments = dict(input_ids=TOKENS, attention_mask=MASKS[mask], decoder_input_ids=tokens, use_cache=False)
+        logits = bart(**arguments).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        with torch.no_grad():
+            inference = bart(**arguments).logits
+        got[implementation] = logits.detach(), inference, *(p.grad for p in bart.parameters() if p.grad is not None)
+    for ours, want in zip(got[integration.NAME], got["eager"], strict=True):
+        assert (ours - want).abs().max() <= 1e-5 * want.abs().max() + 1e-6
+
+
+def test_a_bias_of_the_scores_is_refused():
+    config = transformers.T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    model = transformers.T5EncoderModel._from_config(config, attn_implementation=integration.NAME)
+    with pytest.raises(UnsupportedError, match=r"position_bias: expected None, got shape \(1, 4, 14, 14\)"):
+        model(TOKENS)
+
+
+def test_a_module_that_does_not_say_whether_it_is_causal_is_refused():
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match="module: expected an attribute is_causal, got Identity"):
+        integration.attention(torch.nn.Identity(), q, q, q, None)
+    assert integration.attention(torch.nn.Identity(), q, q, q, None, is_causal=False)[0].shape == (1, 4, 2, 8)
+
+
+def test_masks_that_hide_something_else_are_refused():
+    config = transformers.LlamaConfig(**SMALL, attention_chunk_size=8)
+    config._attn_implementation = integration.NAME
+    images = torch.tensor([[-1, 0, 0, -1]])
+    make, chunked = transformers.masking_utils.create_causal_mask, transformers.masking_utils.create_chunked_causal_mask
+    with pytest.raises(UnsupportedError, match="mask_function: expected causal or not.* got blockwise_overlay, or_masks"):
+        make(config, torch.zeros(1, 4, 48), None, None, block_sequence_ids=images)
+    with pytest.raises(UnsupportedError, match="got chunked_overlay"):
+        chunked(config, torch.zeros(1, 9, 48), None, None)
+    assert chunked(config, torch.zeros(1, 8, 48), None, None) is None
+
+
+def test_packed_sequences_in_a_larger_batch_are_refused():
+    model = MODELS["llama"]()
+    model.set_attn_implementation(integration.NAME)
+    positions = torch.cat([torch.arange(5), torch.arange(9)])[None].expand(2, -1)
+    with pytest.raises(UnsupportedError, match="position_ids: expected packed sequences in a batch of 1, got a batch of 2"):
+        model(TOKENS, position_ids=positions, use_cache=False)
+
+
 def test_dropout_is_used_in_training():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, attention_dropout=0.5)).train()
     model.set_attn_implementation(integration.NAME)

@@ -338,6 +338,27 @@ def test_meta_of_a_call_needs_no_device():
     assert (out.shape, out.device.type, lse.shape, lse.dtype) == (q.shape, "cuda", (2, 4, 64), torch.float32)
 
 
+def test_meta_of_a_call_on_a_cache():
+    q, k = (torch.empty(2, n, 4, 16, dtype=torch.float16, device="meta") for n in (1, 9))
+    out, lse = flashtile.attention_with_kvcache(q, k, k, k=q, v=q, cache_seqlens=3, return_lse=True)
+    assert out.is_meta and out.shape == q.shape and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused(layout):
+    """Also where calls with the same options came before."""
+    plain = torch.randn(3, 2, 4, 2, 8).unbind()
+    for _ in range(4):
+        flashtile.attention(*plain)
+    x = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 4)], layout=layout)
+    with pytest.raises(flashtile.UnsupportedError, match="k: expected a tensor with one size a dim, got a nested tensor"):
+        flashtile.attention(plain[0], x, x)
+    with pytest.raises(flashtile.UnsupportedError, match="q: expected a tensor with one size a dim, got a nested tensor"):
+        flashtile.attention(x, x, x)
+    with pytest.raises(flashtile.UnsupportedError, match="q: expected a tensor with one size a dim, got a nested tensor"):
+        flashtile.attention_with_kvcache(x, x, x)
+
+
 def test_checks_see_a_wrong_answer():
     """The check that all tiers pass is not blind: a scale off by a thousandth, a lost last key, and a stray NaN."""
     case = named("square")[0]

@@ -8,7 +8,7 @@
 """
 
 import sys
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pkgutil import extend_path
 
@@ -62,11 +62,21 @@ def uninstall():
                 del sys.modules[name + suffix]
 
 
+def _has_shim():
+    """Whether the distribution flash-attn is that of shim/."""
+    try:
+        return metadata.version("flash-attn").endswith("+flashtile")
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def _real_package(name):
     """Where a package of that name which is not flashtile's lies, or None."""
     module = sys.modules.get(name)
     if module is not None:
         return None if module.__name__.startswith(__name__) else f"{getattr(module, '__file__', name)}, imported already"
+    if name == "flash_attn" and _has_shim():
+        return None
     spec = find_spec(name)
     # A folder without __init__.py has no loader: a part of a package, such as flash_attn.cute
     return None if spec is None or spec.origin is None else spec.origin

@@ -7,9 +7,10 @@
     model.set_attn_implementation("ftile")
 
 Training and generation: padding masks (batch, seqlen), packed sequences (cu_seq_lens_q and their kin, or position_ids that
-begin anew, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches. Padded tokens
-get output 0. A window counts tokens, not the padding between them, as transformers' own flash attention does. Prepared masks
-of four dims are refused: what they hide is known to no one.
+begin anew, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention to
+an encoder. Padded tokens get output 0 with causal or a window. A window counts tokens, not the padding between them, as
+transformers' own flash attention does. Refused: prepared masks of four dims, for what they hide is known to no one; masks that
+a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores.
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
 Only at position_ids that were made in torch.inference_mode each layer looks anew.
@@ -50,13 +51,19 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     Args:
         module: the layer; its is_causal holds where is_causal is None.
         query: (batch, num_heads, seqlen_q, head_dim); key: (batch, num_heads_kv, seqlen_k, head_dim); value: the same.
-        attention_mask: what `padding_mask` gave: (batch, at most seqlen_k), bool, or None.
+        attention_mask: what `padding_mask` gave for the keys: (batch, at most seqlen_k), bool, or None.
         sliding_window: a query sees itself and sliding_window - 1 keys before it (without causal also after it).
         s_aux: (num_heads,), sinks.
         The rest under transformers' names; further keyword arguments are of no concern to attention.
     Returns:
         (out (batch, seqlen_q, num_heads, head_dim_v), None).
     """
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(explain("position_bias", "None", f"shape {tuple(kwargs['position_bias'].shape)}",
+                                       'Use attn_implementation="sdpa" for a bias of the scores.'))  # fmt: skip
+    if is_causal is None and not hasattr(module, "is_causal"):
+        way_out = 'Set it on the module, or use attn_implementation="eager".'
+        raise UnsupportedError(explain("module", "an attribute is_causal", type(module).__name__, way_out))
     q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
     window = (None, None) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     options = dict(causal=module.is_causal if is_causal is None else is_causal, window=window, softmax_scale=scaling,
@@ -88,19 +95,51 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     """What transformers calls once a forward pass for `attention`'s mask: (batch, keys), True for tokens, or None.
 
     Raises:
-        UnsupportedError: a mask that is not (batch, seqlen).
+        UnsupportedError: a mask that is not (batch, seqlen), or a mask_function that hides something else.
     """
+    parts = {"causal_mask_function"} if mask_function is None else _parts(mask_function)
+    _refuse_masks(parts, batch_size, kv_length + kv_offset, kwargs.get("local_size"))
+    # Keys of an encoder are all there; of a static cache those up to the last query
+    seen = int(q_offset) + q_length - kv_offset if "causal_mask_function" in parts else kv_length
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
                                            'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
-        attention_mask = attention_mask[:, -kv_length:]
+        attention_mask = attention_mask[:, kv_offset : kv_offset + min(seen, kv_length)]
         return None if attention_mask.shape[1] == kv_length and attention_mask.all() else attention_mask
-    seen = int(q_offset) + q_length - kv_offset
     if seen < kv_length:
         # A static cache that is not full
         return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
     return None
+
+
+# What attention knows by itself: causal and windows by its arguments, packed sequences by position_ids
+_KNOWN_MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
+                "sliding_window_bidirectional_overlay", "packed_sequence_mask_function"}  # fmt: skip
+
+
+def _parts(mask_function):
+    """The names of the functions of transformers.masking_utils that made a mask_function; "or_masks" where it is a union."""
+    name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
+    if name not in ("and_masks", "or_masks"):
+        return {name}
+    (cell,) = mask_function.__closure__
+    return set().union(*map(_parts, cell.cell_contents), () if name == "and_masks" else (name,))
+
+
+def _refuse_masks(parts, batch_size, stop, local_size):
+    """Refuse what attention would not hide or show. stop: where keys end; local_size: size of a chunk."""
+    unknown = parts - _KNOWN_MASKS
+    if local_size is not None and stop <= local_size:
+        # One chunk
+        unknown -= {"chunked_overlay"}
+    if unknown:
+        raise UnsupportedError(explain("mask_function", "causal or not, windows, packed sequences", ", ".join(sorted(unknown)),
+                                       'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
+    # Where it is traced transformers always adds it
+    if "packed_sequence_mask_function" in parts and batch_size > 1 and not torch.compiler.is_compiling():
+        raise UnsupportedError(explain("position_ids", "packed sequences in a batch of 1", f"a batch of {batch_size}",
+                                       "Put the rows one behind the other: input_ids.view(1, -1)."))  # fmt: skip
 
 
 class _Padding:
@@ -163,11 +202,19 @@ def _packing_of(position_ids):
 
 
 def _attend_without_padding(q, k, v, padding, options):
-    """Take the tokens out of their padding, attend, and put them back; padded queries get 0."""
+    """Take the tokens out of their padding, attend, and put them back; padded queries get 0 with causal or a window."""
     batch, seqlen_q = q.shape[:2]
     rows_k, cu_seqlens_k, longest_k = padding.of(k.shape[1])
-    rows_q, cu_seqlens_q, longest_q = padding.of(seqlen_q)
     packed_k, packed_v = (x.flatten(0, 1).index_select(0, rows_k) for x in (k, v))
+    if not options["causal"] and options["window"] == (None, None):
+        # The mask may be that of an encoder, which says nothing of the queries
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+        out = api.attention_varlen(
+            q.flatten(0, 1), packed_k, packed_v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=seqlen_q,
+            max_seqlen_k=longest_k, **options,
+        )  # fmt: skip
+        return out.unflatten(0, (batch, seqlen_q))
+    rows_q, cu_seqlens_q, longest_q = padding.of(seqlen_q)
     out = api.attention_varlen(
         q.flatten(0, 1).index_select(0, rows_q), packed_k, packed_v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options,

@@ -342,6 +342,7 @@ def _attend(operands, options, head_dim_v, return_attn_probs):
     return out, _convert_lse(lse), _probs(operands, options) if with_probs else out.new_empty((0,))
 
 
+@torch.no_grad()
 def _forward(operands, options, return_softmax):
     if options["dropout_p"] > 0:
         operands = operands._replace(rng_state=ops.draw_rng_state(operands.q.device))
