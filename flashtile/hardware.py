@@ -1,5 +1,6 @@
 """Device: what a GPU is, detected or by name without one. Datasheet peaks carry their source, measured ones their record."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -73,7 +74,8 @@ def by_name(name: str) -> Device:
     """A device of the table, by a name such as "H200" or "nvidia a100-sxm4-80gb", or by its arch ("sm_90")."""
     lowered = name.lower()
     for device in sorted(DEVICES.values(), key=lambda d: -len(d.name)):
-        if device.name.lower() in lowered:
+        # As a word of its own: an RTX A1000 is no A100
+        if re.search(rf"(?<![a-z0-9]){re.escape(device.name.lower())}(?![a-z0-9])", lowered):
             return device
     # The newest GPU of the arch: its tables were measured
     matches = [device for device in DEVICES.values() if device.arch == lowered]

@@ -153,8 +153,10 @@ def test_preset_paper_is_the_grid_of_the_papers():
 def test_flags_override_presets():
     assert len(build_cases("paper", Shape(seqlen="1k", headdim="64"))) == 2
     assert {case.batch for case in build_cases("paper", Shape(batch="3"))} == {3}
-    (case,) = build_cases("llama3-8b-prefill", Shape(nheads="4", dtype="fp16"))
-    assert (case.num_heads, case.num_heads_kv, case.dtype) == (4, 4, "fp16")
+    (case,) = build_cases("llama3-8b-prefill", Shape(nheads="16", dtype="fp16"))
+    assert (case.num_heads, case.num_heads_kv, case.dtype) == (16, 8, "fp16")
+    with pytest.raises(UsageError, match="multiple of nheads-kv 8"):
+        build_cases("llama3-8b-prefill", Shape(nheads="4"))
     assert len(build_cases("gpt2-small,bert-base")) == 2
     with pytest.raises(UsageError, match="paper"):
         build_cases("papers")

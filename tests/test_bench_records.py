@@ -3,13 +3,15 @@
 import copy
 import dataclasses
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
 import pytest
 
 from flashtile import bench
-from flashtile.bench import engine, guide, memory, plots, record, stats, tables
+from flashtile.bench import engine, guide, memory, plots, record, regress, stats, tables
 from flashtile.bench.cases import BenchCase, UsageError, build_cases
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -292,3 +294,122 @@ def test_plots_are_written_in_both_themes(documents, tmp_path):
     assert len(names) == 4 and (tmp_path / "new" / "p-scaling-weak-dark.png").read_bytes().startswith(b"\x89PNG")
     light, dark = ((tmp_path / "new" / f"p-scaling-weak-{theme}.svg").read_text() for theme in plots.THEMES)
     assert "#ffffff" in light and "#14171b" in dark and "NVIDIA H200" in light
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda d: d.update(env={}), "env: 'gpu' is a required property"),
+    (lambda d: d["settings"].pop("command"), "settings: 'command' is a required property"),
+    (lambda d: d.update(results={"a": 1}), "results: {'a': 1} is not of type 'array'"),
+    (lambda d: d.update(results=[3]), "results[0]: 3 is not of type 'object'"),
+    (lambda d: d["results"][0].update(config=None), "results[0].config: None is not of type 'object'"),
+    (lambda d: d["results"][0]["config"].update(window=None), "results[0].config.window: None is not of type 'array'"),
+    (lambda d: d["results"][0]["config"].update(batch=0), "results[0].config.batch: 0 is less than the minimum of 1"),
+    (lambda d: d["results"][0]["config"].update(dtype="fp8"), "results[0].config.dtype: expected one of fp16"),
+    (lambda d: d["results"][0].update(mode="sideways"), "results[0].mode: expected one of fwd"),
+    (lambda d: d["results"][0].update(stats={"median": 1}), "results[0].stats: {'median': 1} is not valid"),
+])  # fmt: skip
+def test_a_spoilt_record_is_refused_with_the_place(compared, tmp_path, spoil, said):
+    document = json.loads(record.to_text(compared.document()))
+    spoil(document)
+    path = tmp_path / "spoilt.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(UsageError) as error:
+        record.load(path)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["[]\n", "{}\n3\n", '{}\n{"results": []}\n'])
+def test_spoilt_lines_are_refused(tmp_path, text):
+    path = tmp_path / "spoilt.jsonl"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="spoilt.jsonl"):
+        record.load(path)
+
+
+def test_a_record_goes_through_a_link_and_not_in_its_place(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    record.write(str(link), "new")
+    assert link.is_symlink() and target.read_text() == "new"
+
+
+def test_a_pipe_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(pipe.read_text)
+        record.write(str(pipe), "text")
+        assert read.result(10) == "text" and pipe.is_fifo() and record.is_stream(str(pipe))
+
+
+def test_memory_and_versions_as_csv_and_markdown(documents):
+    measured, compared = documents[1], documents[3]
+    assert "0.0 MiB, by formula 0.0 MiB" in record.to_markdown(measured)
+    assert "predicted_mem_mib" in record.to_csv(measured)
+    assert "| +5.0% |" in record.to_markdown(compared)
+    header, row = record.to_csv(compared).splitlines()
+    assert "change_percent" in header and ",SLOWER" in row
+
+
+def test_a_missing_time_is_a_row_of_a_comparison_of_records(compared):
+    before = json.loads(record.to_text(compared.document()))
+    after = copy.deepcopy(before)
+    lost = next(row for row in after["results"] if row["backend"] == "flashtile")
+    lost.update(status="error", reason="RuntimeError: boom", stats=None, samples_ms=[], tflops=None)
+    rows = regress.compare_records(before, after, 0.03)
+    assert [row.status for row in rows].count("error") == 1 and len(rows) == 4
+
+
+def test_an_interrupted_memory_run_keeps_what_was_complete(monkeypatch):
+    def case(self, case):
+        if self.done:
+            raise KeyboardInterrupt
+        for name in self.backends:
+            self._add(case, name, "fwd").extra_mem_bytes = 5
+
+    monkeypatch.setattr(memory._MemoryMeasurement, "_case", case)
+    report = memory.measure_memory([SMALL, LONGER], device="cpu", settings=QUICK)
+    assert report.interrupted and len(report.results) == 2
+
+
+def test_cells_of_inputs_that_can_not_be_made_are_told(monkeypatch):
+    monkeypatch.setattr(engine, "make_inputs", lambda *a, **b: 1 / 0)
+    cells = []
+
+    class Listener(engine.Listener):
+        def cell(self, report, case, mode):
+            cells.append((case, mode))
+
+    engine.run([SMALL], modes=("fwd", "bwd"), device="cpu", settings=QUICK, listener=Listener())
+    assert cells == [(SMALL, "fwd"), (SMALL, "bwd")]
+
+
+def test_decode_with_a_window_counts_the_bytes_that_it_reads():
+    cases = [dataclasses.replace(SMALL, seqlen_q=1, seqlen_k=1024, causal=True, window=window)
+             for window in ((63, None), (None, None))]  # fmt: skip
+    report = engine.run(cases, modes=("decode",), device="cpu", settings=QUICK)
+    near, far = report.results
+    assert near.bytes == cases[0].cache_problem().bytes_moved([1024]) < far.bytes / 10
+    assert near.flops * 16 == far.flops
+
+
+def test_memory_plot_is_of_one_batch():
+    cases = [dataclasses.replace(SMALL, batch=b, seqlen_q=s, seqlen_k=s) for b in (1, 2) for s in (64, 128)]
+    rows = [row(case, backend=name, predicted_mem_bytes=case.batch * case.seqlen_k)
+            for case in cases for name in memory.BACKENDS]  # fmt: skip
+    seen = []
+
+    class Axes:
+        def __getattr__(self, name):
+            return lambda *arguments, **more: None
+
+        def plot(self, xs, ys, **more):
+            seen.append(ys)
+
+        xaxis = yaxis = property(lambda self: Axes())
+
+    (plot,) = plots._memory([make_document(rows, "memory")], {"naive": "s0", "flashtile": "s1"})
+    plot.draw(Axes(), plots._SENTINELS)
+    assert seen[0] == [64 / tables.MIB, 128 / tables.MIB] and " b1 " in plot.title
+    assert plots._memory([make_document([], "memory")], {}) == []

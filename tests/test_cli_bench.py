@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -14,7 +15,7 @@ import torch
 
 from flashtile import cli
 from flashtile.bench import engine, profilers, record, regress, scaling, telemetry
-from flashtile.bench.cases import BenchCase, UsageError, build_cases
+from flashtile.bench.cases import BenchCase, Shape, UsageError, build_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["-b", "1", "-s", "64", "--nheads", "2", "-d", "16", "--device", "cpu", "--no-progress"]
@@ -433,3 +434,98 @@ def test_a_missing_extra_says_what_to_install(tmp_path):
     done = subprocess.run([sys.executable, "-m", "flashtile", "report", str(ROOT / "benchmarks" / "results")], cwd=tmp_path,
                           capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60)  # fmt: skip
     assert done.returncode == 6 and "pip install 'flashtile[report]'" in done.stderr
+
+
+# --- odd input -----------------------------------------------------------------------------------------------------------
+
+
+def test_presets_keep_their_key_value_heads_and_queries():
+    (prefill,) = build_cases("llama3-8b-prefill", Shape(nheads="64"))
+    (decode,) = build_cases("llama3-8b-decode", Shape(seqlen="4k"))
+    assert (prefill.num_heads, prefill.num_heads_kv) == (64, 8)
+    assert (decode.seqlen_q, decode.seqlen_k) == (1, 4096)
+
+
+def test_presets_of_a_file_take_the_values_of_toml():
+    Path("flashtile.toml").write_text("[presets.mine]\nsoftcap = 50\ndropout = 0\ncausal = true\nvarlen = false\nabout = 3\n")
+    (case,) = build_cases("mine")
+    assert (case.softcap, case.dropout, case.causal, case.varlen) == (50.0, 0.0, True, False)
+    assert cli.main(["presets"]) == 0
+
+
+def test_a_preset_of_a_file_keeps_its_dtype_and_queries(capsys):
+    Path("flashtile.toml").write_text("[presets.mine]\nbatch = 1\nseqlen = 64\nseqlen_q = 4\nheaddim = 16\ndtype = 'bf16'\n")
+    command = "run --preset mine --device cpu --mode decode --repeats 6 --no-roof --no-progress --json -"
+    assert cli.main(command.split()) == 0
+    config = json.loads(capsys.readouterr().out)["results"][0]["config"]
+    assert (config["dtype"], config["seqlen_q"]) == ("bf16", 4)
+
+
+@pytest.mark.parametrize("line", ["varlen = 'no'", "alibi = 0", "softcap = '50'", "causal = 'maybe'", "about = '\xe9'"])
+def test_presets_of_a_file_are_refused_by_its_name(line, capsys):
+    Path("flashtile.toml").write_text(f"[presets.mine]\n{line}\n", encoding="latin-1")
+    assert cli.main(["presets"]) == 2
+    assert "flashtile: flashtile.toml: expected tables" in capsys.readouterr().err
+
+
+def test_brackets_are_shown_as_they_are(capsys):
+    Path("flashtile.toml").write_text("[presets.'a[b]']\nabout = 'x [/red]'\n")
+    assert cli.main(["presets"]) == 0
+    assert "x [/red]" in capsys.readouterr().out
+    assert cli.main(["sweep", *QUICK, "--backend", "flashtile,sdpa", "--out", "a[b]"]) == 0
+    assert "saved a[b].jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", ["--timeout inf", "--rep-ms inf", f"--seed {10**20}", "--csv x --md x", "--dtype="])
+def test_run_refuses(flags, capsys):
+    assert cli.main(["run", *SMALL, "--no-roof", *flags.split()]) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_compare_shows_no_negative_number_of_values():
+    assert cli.main(["compare", *QUICK, "--show-values", "-1"]) == 2
+
+
+@pytest.mark.parametrize("line", ["doctor --device cpu --no-kernels --json .", "learn softmax --dir file",
+                                  "profile --device cpu -b 1 -s 16 --nheads 1 -d 16 --out file"])  # fmt: skip
+def test_a_path_that_can_not_be_written_is_named(line, capsys):
+    Path("file").touch()
+    assert cli.main(line.split()) == 2
+    assert "flashtile: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["H200,A100", "RTX A1000", "L200"])
+def test_a_target_is_one_known_device(target, capsys):
+    assert cli.main(["memory", "--target", target, "-s", "64", "--no-progress"]) == 2
+    assert "target: " in capsys.readouterr().err
+
+
+def test_profile_refuses_no_calls():
+    assert cli.main(["profile", *SMALL[:-1], "--repeats", "0"]) == 2
+
+
+def test_regress_keeps_no_baseline():
+    assert cli.main(["regress", *SMALL, "--save", "name"]) == 2
+
+
+def test_report_on_stdout_is_nothing_but_the_page(capsys):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["run", *QUICK[:-4], "--repeats", "6", "-q", "--json", "a.json"]) == 0
+    assert cli.main(["report", "a.json", "--html", "-", "--no-progress"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.rstrip().endswith("</html>") and "read 1 records" in captured.err
+
+
+def test_batches_are_compared_within_a_shape():
+    cases = [replace(CASE, batch=b, seqlen_q=s, seqlen_k=s) for s in (64, 128) for b in (1, 2)]
+    report = engine.run(cases, modes=["fwd"], device="cpu", settings=engine.Settings(repeats=6, roof=False))
+    rows = scaling.batch_rows(report)
+    assert [rows[0].speedup, rows[2].speedup] == [1.0, 1.0]
+
+
+def test_a_narrow_terminal_gets_every_column(monkeypatch):
+    from flashtile.cli.common import make_console
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert make_console().width >= 200

@@ -304,19 +304,20 @@ class Shape:
             for name, rival in ((one, its_rival), (its_rival, one)):
                 if name in given and rival not in given:
                     given[rival] = None
-        if given.get("nheads") or given.get("hidden"):
-            given.setdefault("nheads_kv", None)
-        if "seqlen" in given:
-            given.setdefault("seqlen_q", None)
         return replace(self, **given)
 
     def cases(self) -> list[BenchCase]:
         """Every combination, head dims outermost, causal and dtype innermost."""
+        for field in fields(self):
+            if getattr(self, field.name) == "":
+                raise UsageError(f"{field.name.replace('_', '-')}: expected a value, got an empty one.")
         if self.batch and self.total_tokens:
             raise UsageError("batch and total-tokens: expected one of them, got both.")
         if self.nheads and self.hidden:
             raise UsageError("nheads and hidden: expected one of them, got both.")
-        masks = {"no": [False], "yes": [True], "both": [False, True]}[self.causal or "no"]
+        masks = {"no": [False], "yes": [True], "both": [False, True]}.get(self.causal or "no")
+        if masks is None:
+            raise UsageError(f"causal: expected no, yes or both, got {self.causal!r}.")
         dtypes = [_DTYPE_ALIASES[name] for name in parse_choices(self.dtype or BenchCase.dtype, _DTYPE_ALIASES, "dtype")]
         window = parse_window(self.window) if self.window else (None, None)
         softcap = self.softcap or 0.0
@@ -427,33 +428,49 @@ def presets() -> dict[str, Preset]:
     if not USER_PRESETS.is_file():
         return PRESETS
     try:
-        tables = tomllib.loads(USER_PRESETS.read_text()).get("presets", {})
+        tables = tomllib.loads(USER_PRESETS.read_text(encoding="utf-8")).get("presets", {})
         own = {}
         for name, table in tables.items():
-            about = table.pop("about", "of flashtile.toml")
-            values = {key: value if isinstance(value, float | bool) else str(value) for key, value in table.items()}
-            own[name] = Preset(about, (Shape(**values),))
+            about = str(table.pop("about", "of flashtile.toml"))
+            own[name] = Preset(about, (Shape(**{key: _of_toml(key, value) for key, value in table.items()}),))
             own[name].cases()
-    except (tomllib.TOMLDecodeError, TypeError, AttributeError, KeyError, UsageError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{USER_PRESETS}: expected tables such as [presets.mine] with batch, seqlen, nheads, headdim, ... "
                          f"in the grammar of the flags: {error}") from None  # fmt: skip
     return PRESETS | own
 
 
-def build_cases(preset: str | None = None, shape: Shape | None = None) -> list[BenchCase]:
+def _of_toml(key, value):
+    """A value of flashtile.toml as a field of Shape has it."""
+    if key in ("varlen", "alibi"):
+        if not isinstance(value, bool):
+            raise UsageError(f"{key}: expected true or false, got {value!r}.")
+        return value
+    if key in ("softcap", "dropout"):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{key}: expected a number, got {value!r}.")
+        return float(value)
+    if key == "causal" and isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def build_cases(preset: str | None = None, shape: Shape | None = None, defaults: dict | None = None) -> list[BenchCase]:
     """The cases of presets (a list of names) with what `shape` gives on top; without a preset, the defaults.
+
+    defaults: fields of Shape where neither gives one.
 
     Raises:
         UsageError: unknown preset, or text outside of the grammar.
     """
     shape = shape or Shape()
-    if not preset:
-        return list(dict.fromkeys(shape.cases()))
-    chosen, known = [], presets()
-    for name in preset.split(","):
+    chosen, known = ([], presets()) if preset is not None else ([shape], {})
+    for name in preset.split(",") if preset is not None else ():
         if name.strip() not in known:
             raise UsageError(f"preset: expected one of {', '.join(known)}, got {name.strip()!r}.")
         chosen += [part.overridden_by(shape) for part in known[name.strip()].shapes]
+    chosen = [replace(part, **{key: value for key, value in (defaults or {}).items() if getattr(part, key) is None})
+              for part in chosen]  # fmt: skip
     return list(dict.fromkeys(case for part in chosen for case in part.cases()))
 
 

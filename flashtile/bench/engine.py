@@ -51,8 +51,12 @@ class Settings:
                 raise UsageError(f"{name}: expected one of {', '.join(choices)}, got {value!r}.")
         for name in ("rep_ms", "repeats", "timeout_s", "rounds"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name.replace('_', '-')}: expected more than 0, got {value}.")
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name.replace('_', '-')}: expected a finite number above 0, got {value}.")
+        if self.show_values < 0:
+            raise UsageError(f"show-values: expected 0 or more, got {self.show_values}.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed: expected a number of 64 bits, got {self.seed}.")
         if not self.threshold >= 0:
             raise UsageError(f"threshold: expected 0 or more, got {self.threshold}.")
 
@@ -379,14 +383,17 @@ class _Measurement:
             except KeyboardInterrupt:
                 # Rows that have no samples yet are no results.
                 self.report.interrupted = True
-                self.report.results = [r for r in self.report.results if r.stats or not r.ok]
+                self.report.results = [r for r in self.report.results if self._complete(r)]
             except _Fatal as error:
                 # Everything after this would fail for the same reason.
-                self.report.results = [r for r in self.report.results if r.stats or not r.ok]
+                self.report.results = [r for r in self.report.results if self._complete(r)]
                 for case in self.cases[self.done :]:
                     self._fill(case, "error", f"the GPU failed earlier in this process: {error}")
                     self.listener.case(self.report, case)
         return self.report
+
+    def _complete(self, result) -> bool:
+        return not result.ok or result.stats is not None
 
     def _step(self, case, text):
         self.listener.step(self.done, len(self.cases), f"{case.label()}: {text}")
@@ -420,6 +427,8 @@ class _Measurement:
         if state is None:
             self._release()
             self._fill(case, status, f"inputs: {reason}")
+            for mode in open_modes:
+                self.listener.cell(self.report, case, mode)
             return
         attends = {}
         for name in self.backends:
@@ -454,8 +463,9 @@ class _Measurement:
         repro += f" --backend {name}" if name != SUBJECT else ""
         repro += f" --seed {self.settings.seed}" + (" --device cpu" if self.device.type == "cpu" else "")
         flops, num_bytes = case.flops(work), case.problem().bytes_moved(work)
-        if case.latent and mode == DECODE:
-            problem = case.latent_problem()
+        if mode == DECODE:
+            # Of a cache only what a window lets be seen is read.
+            problem = case.latent_problem() if case.latent else case.cache_problem()
             flops, num_bytes = problem.flops(case.lengths), problem.bytes_moved(case.lengths)
         result = Result(case, name, mode, status, reason, flops=flops, bytes=num_bytes, repro=repro, **more)
         self.report.results.append(result)

@@ -76,6 +76,9 @@ class _MemoryMeasurement(engine._Measurement):
         if self.hardware.memory_bytes:
             self.report.parts["memory"] = longest(self.cases[0], self.modes[0], self.hardware, self.backends)
 
+    def _complete(self, result):
+        return not result.ok or result.extra_mem_bytes is not None
+
     def _roof(self, case):
         return None
 

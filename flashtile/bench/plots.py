@@ -7,7 +7,7 @@ import io
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -225,11 +225,15 @@ def _memory(documents, order) -> list[Plot]:
     for document in documents:
         if document["settings"]["command"] != "memory":
             continue
-        by_backend = {}
+        by_backend, first = {}, None
         for row in document["results"]:
-            by_backend.setdefault(row["backend"], {})[row["config"]["seqlen_k"]] = row
+            # Cases like the first but for their lengths
+            case = replace(BenchCase.from_config(row["config"]), seqlen_q=1, seqlen_k=1)
+            first = first or case
+            if case == first:
+                by_backend.setdefault(row["backend"], {})[row["config"]["seqlen_k"]] = row
         mode = document["settings"]["modes"][0]
-        if max(map(len, by_backend.values())) < 2:
+        if max(map(len, by_backend.values()), default=0) < 2:
             continue
 
         def draw(axes, colours, by_backend=by_backend):

@@ -5,6 +5,7 @@ interrupted. Times are in ms, memory in bytes. It holds no host name, user or pa
 """
 
 import csv
+import errno
 import io
 import json
 import os
@@ -15,17 +16,21 @@ import tempfile
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from textwrap import shorten
 
 from flashtile import settings
+from flashtile.bench.cases import DECODE, DTYPES, MODES
 
 SCHEMA = "flashtile-bench/1"
 STATUSES = ("ok", "mismatch", "unavailable", "refused", "skipped", "oom", "error")
 CONFIG_KEYS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_kv", "headdim", "headdim_v", "causal", "dtype", "window",
                "softcap", "dropout", "varlen", "page_size", "alibi")  # fmt: skip
 CSV_COLUMNS = (*CONFIG_KEYS, "backend", "mode", "status", "median_ms", "ci95_low_ms", "ci95_high_ms", "min_ms", "avg_ms",
-               "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "kernel_ms", "event_ms",
-               "wall_ms", "host_overhead_us", "compile_ms", "max_abs_error", "torch_same_dtype_error", "reason",
-               "repro")  # fmt: skip
+               "max_ms", "n", "outliers", "tflops", "roof_percent", "gbytes_per_s", "extra_mem_mib", "predicted_mem_mib",
+               "kernel_ms", "event_ms", "wall_ms", "host_overhead_us", "compile_ms", "max_abs_error",
+               "torch_same_dtype_error", "reason", "repro")  # fmt: skip
+VERSIONS_COLUMNS = (*CONFIG_KEYS, "mode", "status", "baseline_ms", "against_ms", "change_percent", "ci95_low_percent",
+                    "ci95_high_percent", "verdict", "reason")  # fmt: skip
 FLOPS_CONVENTION = "TFLOP/s count matmul FLOPs of visible (query, key) pairs: 2 products forward, 5 backward"
 PEER_PACKAGES = ("flash-attn", "fa3-fwd", "flash-attn-4", "xformers", "flashinfer-python", "flash-mla")
 _RECORDED_VARIABLES = ("FLASHTILE_", "CUDA_", "TRITON_", "PYTORCH_", "TORCH_", "NVIDIA_TF32_OVERRIDE", "CUBLAS_",
@@ -151,15 +156,19 @@ def problems(document) -> list[str]:
     """What is wrong with a document, as far as its readers here rely on it; empty if nothing is."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return [f"expected an object with schema {SCHEMA!r}"]
-    definitions = schema()["$defs"]
-    needed, config_keys = definitions["result"]["required"], definitions["config"]["required"]
-    wrong = [f"{key}: missing" for key in schema()["required"] if key not in document]
-    for i, row in enumerate(document.get("results", [])):
-        wrong += [f"results[{i}].{key}: missing" for key in needed if key not in row]
-        wrong += [f"results[{i}].config.{key}: missing" for key in config_keys if key not in row.get("config", {})]
-        if row.get("status") not in STATUSES:
-            wrong.append(f"results[{i}].status: expected one of {', '.join(STATUSES)}, got {row.get('status')!r}")
-        if row.get("status") == "ok" and row.get("timer") and not row.get("samples_ms"):
+    from jsonschema import Draft202012Validator
+
+    # Messages hold what is wrong, which may be long
+    wrong = [shorten(f"{error.json_path.removeprefix('$').lstrip('.') or 'the document'}: {error.message}", 200)
+             for error in Draft202012Validator(schema()).iter_errors(document)]  # fmt: skip
+    if wrong:
+        return wrong
+    for i, row in enumerate(document["results"]):
+        if row["mode"] not in (*MODES, DECODE):
+            wrong.append(f"results[{i}].mode: expected one of {', '.join(MODES)}, {DECODE}, got {row['mode']!r}")
+        if row["config"]["dtype"] not in DTYPES:
+            wrong.append(f"results[{i}].config.dtype: expected one of {', '.join(DTYPES)}, got {row['config']['dtype']!r}")
+        if row["status"] == "ok" and row.get("timer") and not row["samples_ms"]:
             wrong.append(f"results[{i}].samples_ms: empty")
     return wrong
 
@@ -173,9 +182,9 @@ def load(path) -> dict:
     from flashtile.bench.cases import UsageError
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         document = from_lines(text) if str(path).endswith(".jsonl") else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}") from None
     wrong = problems(document)
     if wrong:
@@ -212,9 +221,14 @@ def from_lines(text: str) -> dict:
         lines.pop()
     if not lines:
         raise ValueError("no whole line")
-    document = json.loads(lines[0]) | {"results": [], "comparisons": []}
-    for line in lines[1:]:
+    document = json.loads(lines[0])
+    if not isinstance(document, dict):
+        raise ValueError("its first line is not an object")
+    document = {"roofs": {}} | document | {"results": [], "comparisons": []}
+    for number, line in enumerate(lines[1:], 2):
         cell = json.loads(line)
+        if not isinstance(cell, dict) or not {"results", "comparisons", "roofs"} <= cell.keys():
+            raise ValueError(f"line {number} has no results, comparisons and roofs")
         document["results"] += cell["results"]
         document["comparisons"] += cell["comparisons"]
         document["roofs"] |= cell["roofs"]
@@ -232,6 +246,12 @@ def _finite(value):
     return value
 
 
+def is_stream(path: str) -> bool:
+    """Whether what is written there is read at once: stdout, a pipe or a device."""
+    target = Path(path)
+    return path == "-" or (target.exists() and not target.is_file() and not target.is_dir())
+
+
 def write(path: str, text: str) -> None:
     """Write a file whole or not at all; `-` is stdout."""
     if path == "-":
@@ -240,7 +260,16 @@ def write(path: str, text: str) -> None:
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as handle:
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a file, got a folder", str(target))
+    if is_stream(path):
+        # A pipe or a device: nothing may take its place
+        target.write_text(text, encoding="utf-8")
+        return
+    # What a link points at, not the link
+    target = target.resolve()
+    options = {"dir": target.parent, "prefix": f".{target.name}.", "delete": False, "encoding": "utf-8"}
+    with tempfile.NamedTemporaryFile("w", **options) as handle:
         handle.write(text)
     os.chmod(handle.name, 0o644)
     os.replace(handle.name, target)
@@ -250,9 +279,7 @@ def csv_row(row: dict) -> dict:
     """A result of a document as one flat row with units in its names."""
     stats = row["stats"] or {}
     accuracy = row["accuracy"] or {}
-    flat = {key: row["config"].get(key) for key in CONFIG_KEYS}
-    flat["window"] = ",".join("-1" if side is None else str(side) for side in row["config"]["window"])
-    return flat | {
+    return _flat_config(row) | {
         "backend": row["backend"], "mode": row["mode"], "status": row["status"],
         "median_ms": stats.get("median"), "min_ms": stats.get("min"), "avg_ms": stats.get("mean"), "max_ms": stats.get("max"),
         "ci95_low_ms": stats.get("ci95", [None])[0], "ci95_high_ms": stats.get("ci95", [None])[-1],
@@ -260,6 +287,7 @@ def csv_row(row: dict) -> dict:
         "roof_percent": None if row.get("roof_fraction") is None else 100 * row["roof_fraction"],
         "gbytes_per_s": row["bytes"] / stats["median"] / 1e6 if stats else None,
         "extra_mem_mib": None if row["extra_mem_bytes"] is None else row["extra_mem_bytes"] / (1 << 20),
+        "predicted_mem_mib": None if row.get("predicted_mem_bytes") is None else row["predicted_mem_bytes"] / (1 << 20),
         **{f"{timer}_ms": row.get("times_ms", {}).get(timer) for timer in ("kernel", "event", "wall")},
         "host_overhead_us": row.get("host_overhead_us"), "compile_ms": row["compile_ms"],
         "max_abs_error": accuracy.get("max_abs"), "torch_same_dtype_error": accuracy.get("torch_same_dtype"),
@@ -268,16 +296,36 @@ def csv_row(row: dict) -> dict:
 
 
 def to_csv(document: dict) -> str:
-    """One row a case, backend and mode."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, CSV_COLUMNS, lineterminator="\n")
+    """One row a case, backend and mode; of a comparison of versions one row a case and mode."""
+    out, versions = io.StringIO(), document.get("regress")
+    writer = csv.DictWriter(out, VERSIONS_COLUMNS if versions else CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(csv_row(row) for row in document["results"])
+    writer.writerows(map(_versions_row, versions["rows"]) if versions else map(csv_row, document["results"]))
     return out.getvalue()
 
 
+def _versions_row(row: dict) -> dict:
+    """A row of the part "regress" of a document as a flat one."""
+    low, high = row["ci95"] or (None, None)
+    same = ("mode", "status", "baseline_ms", "against_ms", "verdict", "reason")
+    return _flat_config(row) | {key: row.get(key) for key in same} | {
+        "change_percent": None if row["change"] is None else 100 * row["change"],
+        "ci95_low_percent": None if low is None else 100 * low, "ci95_high_percent": None if high is None else 100 * high,
+    }  # fmt: skip
+
+
+def _flat_config(row: dict) -> dict:
+    window = ",".join("-1" if side is None else str(side) for side in row["config"]["window"])
+    return {key: row["config"].get(key) for key in CONFIG_KEYS} | {"window": window}
+
+
 def to_markdown(document: dict) -> str:
-    """A table of the results under a line that says where they come from."""
+    """A table of the results, or of a comparison of versions, under a line that says where they come from."""
+    if "regress" in document:
+        from flashtile.bench import tables
+
+        table = tables.versions(document)
+        return f"{describe(document['env'])}. {table.title}. {table.caption}\n\n{table.markdown()}\n"
     lines = [
         f"{describe(document['env'])}. Median ms (95% interval within this run), timer {document['settings']['timer']}, "
         f"{document['settings']['l2']} L2, inputs N(0, 1). {FLOPS_CONVENTION}.",
@@ -290,14 +338,17 @@ def to_markdown(document: dict) -> str:
     for row in document["results"]:
         label = BenchCase.from_config(row["config"]).label()
         cells = ["-"] * 4
-        if row["status"] == "ok":
-            stats, roof, extra = row["stats"], row.get("roof_fraction"), row["extra_mem_bytes"]
-            cells = [
+        if row["status"] == "ok" and row["stats"]:
+            stats, roof = row["stats"], row.get("roof_fraction")
+            cells[:3] = [
                 f"{stats['median']:.4g} [{stats['ci95'][0]:.4g}, {stats['ci95'][1]:.4g}]",
                 f"{row['tflops']:.4g}",
                 "-" if roof is None else f"{roof:.1%}",
-                "-" if extra is None else f"{extra / (1 << 20):.1f} MiB",
             ]
+        extra, formula = row["extra_mem_bytes"], row.get("predicted_mem_bytes")
+        words = [f"{extra / (1 << 20):.1f} MiB"] if extra is not None else []
+        words += [f"by formula {formula / (1 << 20):.1f} MiB"] if formula is not None else []
+        cells[3] = ", ".join(words) or "-"
         note = row["reason"].replace("\n", " ").replace("|", "/") if row["reason"] else ""
         lines.append("| " + " | ".join([label, row["mode"], row["backend"], *cells, note]) + " |")
     return "\n".join(lines) + "\n"

@@ -173,15 +173,19 @@ def compare_records(before: dict, after: dict, threshold: float) -> list[Row]:
     known = {_key(row): row for row in before["results"] if _key(row)}
     rows = []
     for row in after["results"]:
-        if row["status"] == "mismatch" and row["backend"] == engine.SUBJECT:
-            rows.append(Row(BenchCase.from_config(row["config"]), row["mode"], "mismatch", row["reason"]))
+        case = BenchCase.from_config(row["config"])
+        if row["status"] != "ok" and row["backend"] == engine.SUBJECT:
+            # What had a time and has none now is no less of a change than a slower one.
+            if row["status"] == "mismatch" or (case, row["mode"]) in known:
+                rows.append(Row(case, row["mode"], row["status"], row["reason"]))
+            continue
         if _key(row) not in known:
             continue
         old, new = known[_key(row)]["stats"], row["stats"]
         ratio = old["median"] / new["median"]
         low, high = old["ci95"][0] / new["ci95"][1] / (1 + RUN_TO_RUN), old["ci95"][1] / new["ci95"][0] * (1 + RUN_TO_RUN)
         verdict = stats.verdict(ratio, low, high, max(threshold, RUN_TO_RUN))
-        rows.append(Row(BenchCase.from_config(row["config"]), row["mode"], baseline_ms=old["median"], against_ms=new["median"],
+        rows.append(Row(case, row["mode"], baseline_ms=old["median"], against_ms=new["median"],
                         change=1 / ratio - 1, ci95=(1 / high - 1, 1 / low - 1), verdict=verdict))  # fmt: skip
     if not rows:
         raise UsageError("regress: the records have no case and mode of flashtile in common.")
@@ -193,7 +197,7 @@ def document(rows, baseline, against, method, device, settings, seconds) -> dict
     modes = list(dict.fromkeys(row.mode for row in rows))
     return {
         "schema": record.SCHEMA, "env": record.environment(device, settings.commit),
-        "settings": {"command": "regress", "timer": measure.resolve_timer(settings.timer, device), "l2": settings.l2,
+        "settings": {"command": "regress", **_circumstances(baseline, device, settings),
                      "seed": settings.seed, "modes": modes, "backends": [engine.SUBJECT], "baseline": None,
                      "device": device.type, "threshold": settings.threshold, "rounds": settings.rounds,
                      "seconds": round(seconds, 1), "flops": record.FLOPS_CONVENTION},
@@ -201,6 +205,14 @@ def document(rows, baseline, against, method, device, settings, seconds) -> dict
         "regress": {"baseline": baseline.to_json(), "against": against.to_json(), "method": method,
                     "rows": [row.to_json() for row in rows]},
     }  # fmt: skip
+
+
+def _circumstances(baseline, device, settings) -> dict:
+    """Timer and cache state of a comparison: those of the records, which are alike, or of what was measured."""
+    if baseline.document:
+        return {key: baseline.document["settings"][key] for key in ("timer", "l2")}
+    timer = measure.resolve_timer(settings.timer, device)
+    return {"timer": timer, "l2": measure.Stopwatch(device, timer, settings.l2).l2}
 
 
 def compare_versions(baseline: str, against: str | None = None, cases=(), modes=("fwd", "bwd"), *, device=None, settings=None,

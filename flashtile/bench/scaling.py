@@ -37,11 +37,12 @@ class Row:
 
 
 def batch_rows(report: engine.Report) -> list[Row]:
-    """Throughput of each batch of a run over that of its first, in one mode; efficiency is that over the ratio of batches."""
+    """Throughput of each batch over that of the first of the same shape, in one mode; efficiency is that over the ratio of
+    batches."""
     timed = [result for result in report.results if result.ok]
-    rows = []
+    rows, firsts = [], {}
     for result in timed:
-        first = timed[0]
+        first = firsts.setdefault(replace(result.case, batch=1), result)
         more = result.case.batch / first.case.batch
         speedup = more * first.stats.median / result.stats.median
         rows.append(Row(1, result.case, result.mode, result.stats.median, speedup, speedup / more))

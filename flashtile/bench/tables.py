@@ -233,6 +233,9 @@ def memory(documents) -> Table:
         for row in document["results"]:
             cases.setdefault((BenchCase.from_config(row["config"]), row["mode"]), {})[row["backend"]] = row
         for (case, mode), rows in cases.items():
+            if len(rows) < 2:
+                # Interrupted between the two
+                continue
             pair = [rows["naive"], rows[SUBJECT]]
             used = [r["extra_mem_bytes"] or r["predicted_mem_bytes"] for r in pair]
             shown = [Cell(f"{mib(r['extra_mem_bytes']).text} ({mib(r['predicted_mem_bytes']).text})", r["predicted_mem_bytes"])

@@ -71,10 +71,9 @@ class ShapeFlags:
                                  "flashtile run and compare take it.")  # fmt: skip
         causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
-        if one_query:
-            values["seqlen_q"] = self.seqlen_q or "1"
-        return build_cases(self.preset, Shape(**values | {"dtype": self.dtype or dtype, "varlen": self.varlen or None,
-                                                   "alibi": self.alibi or None}))  # fmt: skip
+        defaults = {"dtype": dtype} | ({"seqlen_q": "1"} if one_query else {})
+        shape = Shape(**values | {"varlen": self.varlen or None, "alibi": self.alibi or None})
+        return build_cases(self.preset, shape, defaults)
 
 
 @dataclass
@@ -142,6 +141,8 @@ class OutputFlags:
         targets = [target for target in (self.json, self.csv, self.md) if target]
         if targets.count("-") > 1:
             raise UsageError("--json, --csv, --md: expected at most one of them on stdout.")
+        if len(set(targets)) < len(targets):
+            raise UsageError("--json, --csv, --md: expected a file each, got one twice.")
         for target in targets:
             if target == "-":
                 continue
@@ -167,17 +168,18 @@ class OutputFlags:
 
         makers = ((self.json, record.to_text), (self.csv, record.to_csv), (self.md, record.to_markdown))
         for target, make in makers:
-            if target and not (partial and target == "-"):
+            if target and not (partial and record.is_stream(target)):
                 record.write(target, make(document))
 
 
 def make_console(*, stderr=False, quiet=False, no_color=False):
-    """A rich console; off a terminal it is wide, since nobody sees a margin there."""
+    """A rich console, wide: off a terminal nobody sees a margin, and on a narrow one rich would leave columns out."""
     from rich.console import Console
 
     console = Console(stderr=stderr, quiet=quiet, no_color=no_color or None, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(stderr=stderr, quiet=quiet, no_color=True, highlight=False, soft_wrap=True, width=200)
+    console.width = max(200, console.width)
     return console
 
 
@@ -276,6 +278,12 @@ def _guarded(function, arguments) -> int:
     except FlashtileError as error:
         complain(str(error))
         return MISSING if type(error).__name__ == "Unavailable" else USAGE
+    except OSError as error:
+        # Of a file or folder that the user named; a closed pipe has no name
+        if error.filename is None:
+            raise
+        complain(f"{error.filename}: {error.strerror}.")
+        return USAGE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in INSTALLS:

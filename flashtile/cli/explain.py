@@ -67,6 +67,8 @@ def find_target(name, hardware):
     if not name:
         here = hardware.detect()
         return hardware.by_name("H200") if here is hardware.CPU else here
+    if "," in name:
+        raise UsageError(f"target: expected one device here, got {name!r}.")
     try:
         return hardware.by_name(name)
     except KeyError as error:

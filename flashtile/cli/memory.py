@@ -42,4 +42,4 @@ def memory(
             report.parts["memory"] = measurement.longest(cases[0], report.resolved["modes"][0], there)
     show.memory_table(console, report, limit, there.name if there else "here")
     output.save(report)
-    return OK if torch_device.type == "cpu" else exit_code(report)
+    return OK if torch_device.type == "cpu" and not report.interrupted else exit_code(report)

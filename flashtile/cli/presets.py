@@ -9,6 +9,7 @@ def add(app) -> None:
 
 def presets() -> int:
     """List the named cases of --preset; a file flashtile.toml in this folder may add some."""
+    from rich.markup import escape
     from rich.table import Table
 
     from flashtile.bench import cases as known
@@ -18,7 +19,7 @@ def presets() -> int:
         table.add_column(name, no_wrap=True)
     for name, preset in known.presets().items():
         cases = preset.cases()
-        table.add_row(f"[bold]{name}[/]", str(len(cases)), _describe(cases), preset.about)
+        table.add_row(f"[bold]{escape(name)}[/]", str(len(cases)), _describe(cases), escape(preset.about))
     console = make_console()
     console.print(table)
     console.print("\n[dim]Flags override a preset: flashtile run --preset gpt2-small --batch 16 --dtype fp16[/]")

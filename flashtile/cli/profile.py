@@ -28,6 +28,8 @@ def profile(
     """Profile one case: torch's profiler, Triton's, Nsight Compute or Nsight Systems, with a summary in words."""
     from flashtile.bench.cases import MODES, UsageError, parse_choices
 
+    if repeats < 1:
+        raise UsageError(f"repeats: expected 1 or more, got {repeats}.")
     console = make_console()
     with Progress(not print_command) as progress:
         progress.say("importing torch")
@@ -70,6 +72,6 @@ def profile(
         else:
             console.print(profilers.nsys_summary(path) if tool == "nsys" else printed, markup=False)
     viewer = {"torch": "chrome://tracing or ui.perfetto.dev", "ncu": "Nsight Compute", "nsys": "Nsight Systems"}
-    console.print(f"saved {path}" + (f" (open in {viewer[tool]})" if tool in viewer else ""))
+    console.print(f"saved {path}" + (f" (open in {viewer[tool]})" if tool in viewer else ""), markup=False)
     console.print(f"command: {shlex.join(line)}", markup=False, style="dim", soft_wrap=True)
     return OK

@@ -41,6 +41,8 @@ def regress(
 
     output.check()
     console = output.console()
+    if output.keep:
+        raise UsageError("--save: expected none, a comparison is no baseline. flashtile run keeps one.")
     if processes < 1:
         raise UsageError(f"processes: expected 1 or more, got {processes}.")
     with Progress(output.progress and not output.quiet) as progress:
@@ -63,6 +65,6 @@ def regress(
         return MISMATCH
     if "SLOWER" in verdicts:
         return REGRESSION
-    if "error" in statuses:
+    if statuses - {"ok"}:
         return INTERNAL
     return UNCLEAR if output.strict and "UNCLEAR" in verdicts else OK

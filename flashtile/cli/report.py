@@ -19,7 +19,7 @@ def report(
     progress: Annotated[bool, typer.Option("--progress/--no-progress", help="Say on stderr what is being done.")] = True,
 ) -> int:
     """Make one self-contained HTML page of recorded runs: tables, plots, environment, commands, raw data."""
-    console = make_console()
+    console = make_console(stderr="-" in (html, md))
     with Progress(progress) as says:
         says.say("reading the records")
         from flashtile.bench import plots, record
@@ -38,5 +38,5 @@ def report(
             written += plots.write(plots.figures(list(documents.values())), f"{png}/flashtile", documents.values())
     console.print(f"read {len(files)} records, {rows} rows")
     shown = written if len(written) < 6 else [*written[:3], f"and {len(written) - 3} more files"]
-    console.print(f"wrote {' '.join(shown)}")
+    console.print(f"wrote {' '.join(shown)}", markup=False)
     return OK

@@ -34,7 +34,7 @@ def scale(
         parse_choices(kind, scaling.KINDS, "kind")
         parse_choices(strategy, scaling.STRATEGIES, "strategy")
         device = engine.resolve_device(timing.device)
-        if kind == "batch" and not shape.batch and not shape.preset:
+        if kind == "batch" and not (shape.batch or shape.preset or shape.total_tokens):
             shape.batch = "1..16"
         cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.modes()[0]
         settings = timing.settings(commit=output.commit)

@@ -1,5 +1,7 @@
 """How reports look on a terminal: blocks for one backend, tables for several, one line a cell for a grid."""
 
+from rich.markup import escape
+
 from flashtile.bench import record, telemetry
 from flashtile.bench.engine import SUBJECT, Listener, Report, Result
 from flashtile.bench.gate import FACTOR
@@ -67,7 +69,7 @@ def run_block(console, results: list[Result]) -> None:
             for name, value in _run_rows(result):
                 console.print(f"  {name + ':':<18} {value}")
         else:
-            console.print(f"  [red]{STATUS_WORDS[result.status]}[/]: {result.reason}")
+            console.print(f"  [red]{STATUS_WORDS[result.status]}[/]: {escape(result.reason)}")
     console.print()
     checked = next((r.accuracy for r in results if r.accuracy), None)
     if checked:
@@ -194,6 +196,9 @@ def memory_table(console, report: Report, limit: int, where: str) -> None:
     for result in report.results:
         by_case.setdefault(result.case, {})[result.backend] = result
     for case, rows in by_case.items():
+        if len(rows) < 2:
+            # Interrupted between the two
+            continue
         pair = [rows["naive"], rows["flashtile"]]
         used = [r.predicted_mem_bytes if r.extra_mem_bytes is None else r.extra_mem_bytes for r in pair]
         cells = [f"{_mib(r.extra_mem_bytes)} ({_mib(r.predicted_mem_bytes)})" for r in pair]
@@ -219,13 +224,13 @@ def regress_table(console, rows, found: dict) -> None:
     from flashtile.bench import stats
 
     names = [f"{v['name']}{' @ ' + v['commit'][:8] if v['commit'] else ''}" for v in (found["baseline"], found["against"])]
-    console.print(f"baseline {names[0]}, against {names[1]}, {found['method']}\n")
+    console.print(f"baseline {names[0]}, against {names[1]}, {found['method']}\n", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("case", "mode", "baseline ms", "against ms", "change, 95% CI", "verdict"):
         table.add_column(name, justify="right" if name.endswith(" ms") else "left", no_wrap=True)
     for row in rows:
         if row.status != "ok":
-            table.add_row(row.case.label(), row.mode, "", "", "", f"[red]{STATUS_WORDS[row.status]}: {row.reason}[/]")
+            table.add_row(row.case.label(), row.mode, "", "", "", f"[red]{STATUS_WORDS[row.status]}: {escape(row.reason)}[/]")
             continue
         change = f"{row.change:+.1%} \\[{row.ci95[0]:+.1%}, {row.ci95[1]:+.1%}]"
         table.add_row(row.case.label(), row.mode, ms(row.baseline_ms), ms(row.against_ms), change, verdict_text(row))
@@ -247,7 +252,8 @@ def scaling_table(console, rows, kind) -> None:
         table.add_row(str(row.gpus), row.case.label(), row.mode, ms(row.ms), f"{row.speedup:.2f}x", f"{row.efficiency:.0%}")
     console.print()
     console.print(table)
-    about = {"batch": "throughput over the first row's, one GPU", "strong": "the same problem on more GPUs, the slowest's time",
+    about = {"batch": "throughput over that of the shape's first batch, one GPU",
+             "strong": "the same problem on more GPUs, the slowest's time",
              "weak": "the same work on each GPU, the slowest's time"}[kind]  # fmt: skip
     console.print(f"[dim]{kind} scaling: {about}[/]")
 
@@ -291,7 +297,7 @@ def reasons(console, results) -> None:
     for (name, reason), rows in seen.items():
         where = f" ({len(rows)} rows)" if len(rows) > 1 else ""
         style = "red" if rows[0].status in ("mismatch", "error") else "dim"
-        console.print(f"  [{style}]{name}{where}: {reason}[/]")
+        console.print(f"  [{style}]{name}{where}: {escape(reason)}[/]")
 
 
 def capping(results) -> str:

@@ -61,7 +61,7 @@ def sweep(
                 done = len({(r.case, r.mode) for r in report.results})
                 if done:
                     text += record.cell_line(document["results"], document["comparisons"], document["roofs"])
-                    console.print(f"resumed: {done} of {total} cells are in {lines} already")
+                    console.print(f"resumed: {done} of {total} cells are in {lines} already", markup=False)
                 record.write(str(lines), text)
                 progress.begin(device, total, done)
 
@@ -89,7 +89,7 @@ def sweep(
     counts = {status: sum(r.status == status for r in report.results) for status in record.STATUSES}
     words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     again = f"; go on with --resume{'' if out == 'sweep' else f' --out {out}'}" if report.interrupted else ""
-    console.print(f"saved {' '.join(saved)} ({words}){again}")
+    console.print(f"saved {' '.join(saved)} ({words}){again}", markup=False)
     output.save(report)
     return exit_code(report, strict_code(report, base) if output.strict else OK)
 
