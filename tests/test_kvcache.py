@@ -439,7 +439,9 @@ def test_decode_mode_of_the_benchmark():
     settings = engine.Settings(repeats=3, roof=False)
     result = engine.run(case, modes=["decode"], device="cpu", settings=settings).one(mode="decode")
     assert result.ok and result.accuracy.passed
-    assert (result.flops, result.bytes) == (case.problem().flops("fwd"), case.problem().bytes_moved("fwd"))
+    assert result.flops == case.problem().flops("fwd")
+    # All but lse, which nobody asks for
+    assert result.bytes == case.problem().bytes_moved("fwd") - 4 * 2 * 4
     with pytest.raises(UsageError, match="decode alone"):
         engine.run(case, modes=["fwd", "decode"], device="cpu", settings=settings)
 
