@@ -87,15 +87,26 @@ class BenchCase:
         return (self.window[0], 0) if self.causal else self.window
 
     @property
+    def call_window(self) -> tuple[int | None, int | None]:
+        """The same as the problem of a call has it: a side that hides nothing is None."""
+        from flashtile.problem import checked_window
+
+        return checked_window(self.window, self.causal, self.seqlen_q, self.seqlen_k)
+
+    @property
     def is_plain(self) -> bool:
         """Whether it has no option but a causal mask."""
         return self == BenchCase(self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim,
                                  self.head_dim_v, self.causal, self.dtype)  # fmt: skip
 
     @property
+    def has_latent_dims(self) -> bool:
+        return (self.head_dim, self.head_dim_v) in ((576, 512), (512, 512))
+
+    @property
     def latent(self) -> bool:
         """Whether it is a call over a latent cache, of which v is the first part of k: in the mode decode, for `mla_decode`."""
-        return (self.head_dim, self.head_dim_v) in ((576, 512), (512, 512)) and self.num_heads_kv == 1
+        return self.has_latent_dims and self.num_heads_kv == 1
 
     @property
     def torch_dtype(self):
@@ -105,13 +116,12 @@ class BenchCase:
 
     def problem(self):
         """The AttentionProblem of this case, which counts its FLOPs and bytes."""
-        from flashtile.problem import AttentionProblem, checked_window
+        from flashtile.problem import AttentionProblem
 
-        window = checked_window(self.window, self.causal, self.seqlen_q, self.seqlen_k)
         return AttentionProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            window=window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
+            window=self.call_window, softmax_scale=self.head_dim**-0.5, softcap=self.softcap, dropout_p=self.dropout,
             has_alibi=self.alibi, total_q=sum(self.lengths) if self.varlen else None,
             total_k=sum(self.lengths) if self.varlen else None, same_lengths=self.varlen,
         )  # fmt: skip
@@ -123,13 +133,11 @@ class BenchCase:
     def cache_problem(self):
         """The CacheProblem of this case in the mode decode: a cache of seqlen_k slots a sequence, all in use."""
         from flashtile.kvcache_problem import CacheProblem
-        from flashtile.problem import checked_window
 
-        window = checked_window(self.window, self.causal, self.seqlen_q, self.seqlen_k)
         return CacheProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, capacity=self.seqlen_k, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.torch_dtype,
-            cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=window,
+            cache_dtype=self.torch_dtype, page_size=self.page_size or None, window=self.call_window,
             softmax_scale=self.head_dim**-0.5, softcap=self.softcap, has_alibi=self.alibi,
         )  # fmt: skip
 

@@ -76,6 +76,15 @@ class ShapeFlags:
         return build_cases(self.preset, shape, defaults)
 
 
+def decoding(mode) -> bool:
+    """Whether --mode of a command that measures nothing says decode; refuses what is neither that nor fwd_bwd."""
+    from flashtile.bench.cases import DECODE, UsageError
+
+    if mode not in ("fwd_bwd", DECODE):
+        raise UsageError(f"mode: expected fwd_bwd or {DECODE}, got {mode!r}.")
+    return mode == DECODE
+
+
 @dataclass
 class TimingFlags:
     """How to measure."""

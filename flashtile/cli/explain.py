@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import CACHED, OK, PACKED, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import CACHED, OK, PACKED, Progress, ShapeFlags, command, decoding, make_console
 
 
 def add(app) -> None:
@@ -38,8 +38,11 @@ def explain(
         cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16", decodes,
                             takes=CACHED if decodes else PACKED)  # fmt: skip
         for case, device in itertools.product(cases, devices):
-            describe = _describe_cache if decodes and not case.latent else _describe
-            lines = list(describe(case, device, compile_kernels, progress))
+            if case.has_latent_dims:
+                lines = list(_describe_latent(case, device))
+            else:
+                describe = _describe_cache if decodes else _describe
+                lines = list(describe(case, device, compile_kernels, progress))
             if ladder:
                 from flashtile.cli.ladder import lines_for_case
 
@@ -49,15 +52,6 @@ def explain(
             head = f"[bold]{case.label()}[/]   on {device.name} ({device.arch})"
             console.print("\n".join([head, *lines, ""]), highlight=False)
     return OK
-
-
-def decoding(mode) -> bool:
-    """Whether --mode says decode; refuses what is neither that nor fwd_bwd."""
-    from flashtile.bench.cases import DECODE, UsageError
-
-    if mode not in ("fwd_bwd", DECODE):
-        raise UsageError(f"mode: expected fwd_bwd or {DECODE}, got {mode!r}.")
-    return mode == DECODE
 
 
 def find_target(name, hardware):
@@ -80,9 +74,6 @@ def _describe(case, device, compile_kernels, progress):
     from flashtile.cli.show import size
     from flashtile.problem import check_head_dims
 
-    if (case.head_dim, case.head_dim_v) in ((576, 512), (512, 512)):
-        yield from _describe_latent(case, device)
-        return
     problem = case.problem()
     check_head_dims(problem.head_dim, problem.head_dim_v)
     forward, backward = case.flops("fwd"), case.flops("bwd")

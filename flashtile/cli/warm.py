@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import CACHED, MISSING, OK, PACKED, Progress, ShapeFlags, command, complain, make_console
+from flashtile.cli.common import (
+    CACHED,
+    MISSING,
+    OK,
+    PACKED,
+    Progress,
+    ShapeFlags,
+    command,
+    complain,
+    decoding,
+    make_console,
+)
 
 
 def add(app) -> None:
@@ -34,8 +45,6 @@ def warm(
     with Progress(True) as progress:
         progress.say("importing torch")
         import torch
-
-        from flashtile.cli.explain import decoding
 
         if not target and not torch.cuda.is_available():
             complain("warm: no CUDA device here. Name the GPU that the kernels are for: --target H200.")
@@ -81,7 +90,7 @@ def _compile_decode(case, target):
     from flashtile.cli.explain import find_target
     from flashtile.problem import check_head_dims
 
-    if case.latent:
+    if case.has_latent_dims:
         raise UsageError("target: expected none for a latent cache; its kernels are warmed on the GPU that they are for.")
     check_head_dims(case.head_dim, case.head_dim_v)
     begin = time.perf_counter()

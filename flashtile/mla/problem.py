@@ -77,6 +77,7 @@ class MlaProblem:
         num_pages, page_size, num_heads_kv = kv_cache.shape[:3]
         if head_dim_v != HEAD_DIM_V:
             raise ShapeError(explain("head_dim_v", f"{HEAD_DIM_V}, the latent part of the cache", head_dim_v))
+        check_queries(1 if sparse else seqlen_q, num_heads)
         if sparse:
             _check_sparse(operands, num_heads_kv, causal)
         else:
@@ -183,14 +184,13 @@ def _check_tensors(q, kv_cache) -> bool:
     num_heads, num_heads_kv = q.shape[2], kv_cache.shape[2]
     if num_heads == 0 or num_heads_kv == 0 or num_heads % num_heads_kv:
         raise ShapeError(explain("q", "heads that are a multiple of those of kv_cache", f"{num_heads} and {num_heads_kv}"))
-    check_queries(1, num_heads)
     if kv_cache.shape[1] == 0:
         raise ShapeError(explain("kv_cache", "a page size of at least 1", _shape(kv_cache)))
     return fp8
 
 
 def check_queries(seqlen_q, num_heads) -> None:
-    """How many queries a dense call takes."""
+    """How many queries a call takes; of tokens where they share their keys."""
     if num_heads > MAX_HEADS:
         raise ShapeError(explain("q", f"at most {MAX_HEADS} heads", num_heads, "Split the heads over calls."))
     if seqlen_q > MAX_SEQLEN_Q:
@@ -219,7 +219,6 @@ def _check_dense(operands) -> None:
             raise ShapeError(explain(name, "a tensor", None, "Only sparse decode, with indices, has none."))
     if operands.topk_length is not None:
         raise ShapeError(explain("topk_length", "None without indices", _shape(operands.topk_length)))
-    check_queries(q.shape[1], q.shape[2])
     check_int32("block_table", operands.block_table, q.device, (q.shape[0], None))
     check_int32("cache_seqlens", operands.cache_seqlens, q.device, (q.shape[0],))
 

@@ -69,21 +69,21 @@ next heads of the same sequence
 taken without looking all up, in the loop of a share: 488 to 855, 478 to 835 (128, 1k; 64, 8k): the loads are no longer made
 ahead.
 
-What pages of 64 cost at batch 1: in processes that measure nothing else 512 keys 9.3 and 9.6, 2k 12.9 and 13.1, 8k 21.2 and
-21.6, 32k 48.6 and 49.6, on three H200s, with pages in any order and wherever they lie: 1 to 5%. benchmarks/decode.py has 8 to
-14% on the same machine in the same hour: there caches of rows are faster, for cuDNN too (19.5 and 20.0 at 8k, where it is 21.2
-and 21.4), and pages of 512 keys slower; why is not known. Lines of the table asked for when a program begins: by prefetches to
-L2 9.55, to L1 9.31, by loads 10.0 where it was 9.58.
+What pages of 64 cost at batch 1 (single runs, not recorded): in processes that measure nothing else 512 keys 9.3 and 9.6, 2k
+12.9 and 13.1, 8k 21.2 and 21.6, 32k 48.6 and 49.6, on three H200s, with pages in any order and wherever they lie: 1 to 5%.
+benchmarks/decode.py has 8 to 14% on the same machine in the same hour: there caches of rows are faster, for cuDNN too (19.5
+and 20.0 at 8k, where it is 21.2 and 21.4), and pages of 512 keys slower; why is not known. Lines of the table asked for when a
+program begins: by prefetches to L2 9.55, to L1 9.31, by loads 10.0 where it was 9.58.
 
-What the floor is: to read as many bytes and do nothing (us; in brackets with L2 emptied by reads, so that nothing is to be
-written back): 2 MB 5.2 (4.6), 17 MB 10.3 (8.1), 121 MB 38.9 (30.5), 537 MB 128 (120), 2.1 GB 473 (465). So 16 sequences of 8k
-take 134.5 (125) where reading takes 128 (120), and cuDNN 131 (122). Of what is left the second kernel is most: without it
-132.4, and with a merge of one program, which has nothing to do, 133.4 (1, 8k: 21.1, 19.1, 21.0; 8, 4k 48.7, 46.3, 48.2; 64, 2k
-with 64 heads 136.1, 135.0). Without programmatic launch 0.4 to 1.5 more, when it is allowed at the end of a program 0.4 to
-1.3; 4 rows of a row tile to a program of the merge 1, 8k 28.4. Loads by TMA, through descriptors that end after any number of
-keys (as `mla.hopper.cache_descriptor`), gain nothing: 16, 8k whole 133.9 (cuDNN 133.4), as by cp.async; shares 137.1 where it
-was 136.4. With pages of 64, 4 stages and row tiles whole 137.2 where it was 141.0, 64, 2k 139.1 and 143.7, 64, 8k 500 and 503,
-but not as shares (163.6, 166.1, 585.3).
+What the floor is: to read as many bytes and do nothing (us, single runs, not recorded; in brackets with L2 emptied by reads,
+so that nothing is to be written back): 2 MB 5.2 (4.6), 17 MB 10.3 (8.1), 121 MB 38.9 (30.5), 537 MB 128 (120), 2.1 GB 473
+(465). So 16 sequences of 8k take 134.5 (125) where reading takes 128 (120), and cuDNN 131 (122). Of what is left the second
+kernel is most: without it 132.4, and with a merge of one program, which has nothing to do, 133.4 (1, 8k: 21.1, 19.1, 21.0; 8,
+4k 48.7, 46.3, 48.2; 64, 2k with 64 heads 136.1, 135.0). Without programmatic launch 0.4 to 1.5 more, when it is allowed at the
+end of a program 0.4 to 1.3; 4 rows of a row tile to a program of the merge 1, 8k 28.4. Loads by TMA, through descriptors that
+end after any number of keys (as `mla.hopper.cache_descriptor`), gain nothing: 16, 8k whole 133.9 (cuDNN 133.4), as by
+cp.async; shares 137.1 where it was 136.4. With pages of 64, 4 stages and row tiles whole 137.2 where it was 141.0, 64, 2k
+139.1 and 143.7, 64, 8k 500 and 503, but not as shares (163.6, 166.1, 585.3).
 
 These are of merges of 4 rows by 4 warps, for whose 114 registers a thread there is no room beside two programs an SM: by the
 clock they took 6 us and not 3. What merges take now, us in graphs of several calls, each with keys in memory and not in L2, in

@@ -38,11 +38,12 @@ def update(state, logits):
 
 def absorb_sink(state, sink):
     """Add one logit (natural units) to the denominator of each row; return the new state and the correction of acc."""
-    row_max = torch.maximum(state.row_max, sink * LOG2_E)
+    sink = sink * LOG2_E
+    row_max = torch.maximum(state.row_max, sink)
     reference = pivot(row_max)
     correction = torch.exp2(state.row_max - reference)
     # A sink of inf takes all: out is 0, not nan
-    weight = torch.where(sink * LOG2_E == reference, 1.0, torch.exp2(sink * LOG2_E - reference))
+    weight = torch.where(sink == reference, 1.0, torch.exp2(sink - reference))
     return OnlineSoftmax(row_max, state.row_sum * correction + weight), correction
 
 
