@@ -76,7 +76,10 @@ def test_decode_on_a_cache(capsys):
     assert "expected none for a latent cache" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags, words", [(("--nheads", "256"), "at most 128 heads"), (("--seqlen-q", "9"), "at most 8 query")])
+@pytest.mark.parametrize("flags, words", [
+    (("--nheads", "256"), "at most 128 heads"), (("--seqlen-q", "9"), "at most 8 query"),
+    (("--window", "5,0"), "has no ALiBi, window"),
+])  # fmt: skip
 def test_latent_decode_refuses_what_the_call_refuses(capsys, flags, words):
     shape = ["--seqlen-q", "1", "--nheads", "16", "--nheads-kv", "1", "-d", "576-512", "--target", "H200"]
     assert main(["explain", *shape, *flags]) == 2 and words in capsys.readouterr().err

@@ -17,6 +17,7 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 MODES = ("fwd", "bwd", "fwd_bwd")
 # One more of run and compare: seqlen_q new tokens over a key-value cache of seqlen_k, with flashtile.attention_with_kvcache
 DECODE = "decode"
+LATENT_HAS_NOT = "decoding over a latent cache has no ALiBi, window or softcap"
 FORWARD_MODES = ("fwd", DECODE)
 _DTYPE_ALIASES = {**{name: name for name in DTYPES}, **{full: name for name, full in DTYPES.items()}}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
@@ -98,6 +99,10 @@ class BenchCase:
         """Whether it has no option but a causal mask."""
         return self == BenchCase(self.batch, self.seqlen_q, self.seqlen_k, self.num_heads, self.num_heads_kv, self.head_dim,
                                  self.head_dim_v, self.causal, self.dtype)  # fmt: skip
+
+    @property
+    def has_score_options(self) -> bool:
+        return self.alibi or bool(self.softcap) or self.window != (None, None)
 
     @property
     def has_latent_dims(self) -> bool:

@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import DECODE, FORWARD_MODES, UsageError, cu_seqlens
+from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_HAS_NOT, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, UnsupportedError
 
 
@@ -65,8 +65,8 @@ class Backend:
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
         if case.latent and mode == DECODE:
-            if case.alibi or case.softcap or case.window != (None, None):
-                return "decoding over a latent cache has no ALiBi, window or softcap"
+            if case.has_score_options:
+                return LATENT_HAS_NOT
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:
@@ -105,6 +105,12 @@ def packing(case, device) -> dict:
     return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": case.seqlen_q, "max_seqlen_k": case.seqlen_k}
 
 
+def cache_options(case, device):
+    """Those of `attention_with_kvcache` that a case has."""
+    return {"causal": case.causal, "window": case.window, "softcap": case.softcap,
+            "alibi_slopes": case.alibi_slopes(device)}  # fmt: skip
+
+
 def cache_attend(k, v, case):
     """attend over k and v as a cache whose slots are all in use; rows of q are its last tokens.
 
@@ -115,8 +121,7 @@ def cache_attend(k, v, case):
         return _latent_attend
     from flashtile.api import attention_with_kvcache
 
-    options = {"causal": case.causal, "window": case.window, "softcap": case.softcap,
-               "alibi_slopes": case.alibi_slopes(k.device)}  # fmt: skip
+    options = cache_options(case, k.device)
     if not case.page_size:
         return lambda q, k, v, case: attention_with_kvcache(q, k, v, **options)
     pages_each = -(-case.seqlen_k // case.page_size)

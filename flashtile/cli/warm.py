@@ -114,8 +114,7 @@ def _warm_decode(case, device):
     if case.latent:
         peers.cache_attend(k, v, case)(q, k, v, case)
     else:
-        options = {"causal": case.causal, "window": case.window, "softcap": case.softcap,
-                   "alibi_slopes": case.alibi_slopes(q.device)}  # fmt: skip
+        options = peers.cache_options(case, q.device)
         new, caches = {"k": k[:, : case.seqlen_q], "v": v[:, : case.seqlen_q]}, (k.clone(), v.clone())
         if case.page_size:
             pages = -(-case.seqlen_k // case.page_size)
