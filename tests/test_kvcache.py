@@ -56,6 +56,30 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+@pytest.mark.parametrize("chunk", [8, 2])
+@pytest.mark.parametrize("name", ["plain", "sinks_split", "splits_3", "page_4", "several_queries", "packed_append_differs"])
+def test_the_last_to_end_merges(name, chunk, monkeypatch):
+    """In the kernel itself, for tiles of 16 bits, chunk parts at once. Its counters are 0 again."""
+    pytest.importorskip("triton")
+    from flashtile import counters
+    from flashtile.portable import decode
+
+    given, plans = [], []
+    plan_parts, zeros = decode.plan_parts, counters.zeros
+
+    def planned(*arguments):
+        plan = plan_parts(*arguments)
+        plans.append(plan._replace(chunk=min(plan.chunk, chunk)))
+        return plans[-1]
+
+    monkeypatch.setattr(decode, "plan_parts", planned)
+    monkeypatch.setattr(counters, "zeros", lambda *arguments: given.append(zeros(*arguments)) or given[-1])
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float16)
+    assert plans[-1].chunk > 0 and given and not any(x.any() for x in given)
+
+
 def _on(tier, monkeypatch, *arguments, **options):
     monkeypatch.setenv("FLASHTILE_TIER", tier)
     return flashtile.attention_with_kvcache(*arguments, **options)
