@@ -14,7 +14,7 @@ import torch
 from flashtile import dispatch, hardware, settings
 from flashtile.calls import Calls
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
-from flashtile.ops import nobody_observes, unobserved
+from flashtile.ops import nobody_observes, resolved, unobserved
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
 _OPTIONS = (
@@ -109,7 +109,7 @@ def _checked(operands, asked):
     options = CacheOptions.of_call(*asked)
     check_cache_arguments(operands, options)
     if unobserved(operands):
-        return _run(operands, options, asked)
+        return _run(resolved(operands), options, asked)
     return (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
 
 

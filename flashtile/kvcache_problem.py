@@ -228,6 +228,10 @@ def check_cache_arguments(operands, options):
             raise DtypeError(explain(name, expected, type(value).__name__))
         if value is not None and value.is_nested:
             raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", "Pack it: cu_seqlens_q."))
+        if name in ("k_cache", "v_cache") and not torch.compiler.is_compiling() and value.is_neg():
+            # Torch would negate a copy of it in each call
+            raise UnsupportedError(explain(name, "a cache whose memory holds its numbers", "their negatives",
+                                           f"Negate it once: {name}.resolve_neg()."))  # fmt: skip
     for name in ("rotary_interleaved", "causal", "return_lse"):
         value = getattr(options, name)
         if not isinstance(value, bool):

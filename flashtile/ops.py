@@ -231,6 +231,13 @@ def unobserved(operands):
     )
 
 
+def resolved(operands):
+    """The same numbers, for bodies called without torch's dispatcher: memory may hold their negatives (z.imag of z.conj())."""
+    if not any(x is not None and x.is_neg() for x in operands):
+        return operands
+    return type(operands)(*(x if x is None else x.resolve_neg() for x in operands))
+
+
 def nobody_observes():
     """The same of what is not in the tensors."""
     return (
@@ -266,7 +273,7 @@ def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     if dout is None:
         dout = torch.zeros_like(out)
     if ctx.call is not None and unobserved(tensors) and not any(map(_is_batched, (dout, dlse))):
-        given = Operands(*tensors), out, lse, dout, dlse
+        given = Operands(*tensors), out, lse, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         dq, dk, dv, dsinks = ctx.call.run_backward(*given)
         dslopes = ctx.call.run_backward(*given, "dslopes") if needs_dslopes else None
     else:
@@ -348,6 +355,8 @@ def attention(
     if dropout_p > 0 and operands.rng_state is None:
         operands, call = operands._replace(rng_state=draw_rng_state(q.device)), None
     if call is None and unobserved(operands):
+        operands = resolved(operands)
+        q, k, v = operands[:3]
         call = _described(operands, options)
     slopes, sinks = operands.alibi_slopes, operands.sinks
     needs_grad = torch.is_grad_enabled() and (

@@ -383,6 +383,21 @@ def test_wrong_calls_say_what_is_wrong(changes, error, message):
     assert all(torch.equal(x, y) for x, y in zip(tensors[1:], before)), "nothing is written before the error"
 
 
+def test_lazily_negated_tensors_have_the_right_sign(monkeypatch):
+    """Their memory holds the negatives; a cache of such is refused."""
+    pytest.importorskip("triton")
+    tensors, options = small_call(**{name: torch.randn_like(x) for name, x in NEW.items()})
+    got = _on("portable", monkeypatch, tensors[0]._neg_view(), *tensors[1:], **options)
+    negated = {name: x._neg_view() for name, x in options.items() if name in NEW}
+    assert torch.equal(got, _on("portable", monkeypatch, -tensors[0], *tensors[1:], **options))
+    caches = [x.clone() for x in tensors[1:]]
+    _on("portable", monkeypatch, *tensors, **options | negated)
+    _on("portable", monkeypatch, tensors[0], *caches, **options | {name: -options[name] for name in NEW})
+    assert all(map(torch.equal, tensors[1:], caches))
+    with pytest.raises(UnsupportedError, match=r"v_cache: expected a cache whose memory.*v_cache.resolve_neg\(\)"):
+        flashtile.attention_with_kvcache(tensors[0], tensors[1], tensors[2]._neg_view())
+
+
 def op_arguments(case):
     """Flat arguments of the op for a case."""
     (q, k_cache, v_cache), options = case.make(torch.float32).arguments
