@@ -13,8 +13,9 @@ import torch
 
 from flashtile import dispatch, hardware, settings
 from flashtile.calls import Calls
-from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
+from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import nobody_observes, resolved, unobserved
+from flashtile.problem import autocast, is_autocast
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
 _OPTIONS = (
@@ -61,10 +62,14 @@ def _again(call, tensors):
         return call(tensors)
 
 
+def _known_or_run(operands, options, asked):
+    call = _known(operands, asked)
+    return _run(operands, options, asked) if call is None else _again(call, operands)
+
+
 def _op(*arguments):
     operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
-    call = _known(operands, options)
-    out, lse = _run(operands, options, options) if call is None else _again(call, operands)
+    out, lse = _known_or_run(operands, options, options)
     return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
 
 
@@ -108,9 +113,19 @@ def attention_with_kvcache(tensors, options):
 def _checked(operands, asked):
     options = CacheOptions.of_call(*asked)
     check_cache_arguments(operands, options)
+    operands = _autocast(operands)
     if unobserved(operands):
-        return _run(resolved(operands), options, asked)
+        return _known_or_run(resolved(operands), options, asked)
     return (kvcache_op if operands.k is None else kvcache_append_op)(*operands, *options)
+
+
+def _autocast(operands):
+    """Inside torch.autocast q and new k and v come in the dtype of the cache: it stays what it is. An fp8 one takes any."""
+    q, k_cache, _, k, v = operands[:5]
+    if k_cache.dtype == FP8 or not is_autocast(q):
+        return operands
+    q, k, v = (autocast(x, k_cache.dtype) for x in (q, k, v))
+    return operands._replace(q=q, k=k, v=v)
 
 
 def _differentiable(tensors):

@@ -285,7 +285,7 @@ def _check_dtypes(operands) -> None:
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype not in (q.dtype, FP8):
-            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast q: q.to({name}.dtype)."))
     if v_cache.dtype != k_cache.dtype:
         raise DtypeError(explain("v_cache", f"the dtype of k_cache, {k_cache.dtype}", v_cache.dtype))
     for name, x in (("k", operands.k), ("v", operands.v)):

@@ -12,7 +12,15 @@ from flashtile import dispatch, flops, hardware, settings
 from flashtile.calls import Calls
 from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
-from flashtile.problem import AttentionProblem, Operands, check_arguments, has_same_lengths, values_readable
+from flashtile.problem import (
+    AttentionProblem,
+    Operands,
+    autocast,
+    check_arguments,
+    has_same_lengths,
+    is_autocast,
+    values_readable,
+)
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -349,7 +357,7 @@ def attention(
         check_arguments(operands, **dict(zip(_OPTION_NAMES, options)))
         # a list has no hash
         options = (*options[:3], tuple(window), *options[4:])
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+    if is_autocast(q):
         operands, call = _autocast(operands), None
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
@@ -395,5 +403,5 @@ def _flat(options):
 def _autocast(operands):
     """Inside torch.autocast q, k and v come in its dtype, as those of F.scaled_dot_product_attention do."""
     dtype = torch.get_autocast_dtype(operands.q.device.type)
-    q, k, v = (x.to(dtype) if x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x for x in operands[:3])
+    q, k, v = (autocast(x, dtype) for x in operands[:3])
     return operands._replace(q=q, k=k, v=v)
