@@ -213,6 +213,14 @@ def test_a_bias_of_the_scores_is_refused():
         model(TOKENS)
 
 
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_a_choice_of_keys_is_refused(name):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=rf"{name}: expected None, got shape \(1, 4, 2\).*sdpa"):
+        integration.attention(torch.nn.Identity(), q, q, q, None, is_causal=True, **{name: torch.zeros(1, 4, 2)})
+    assert integration.attention(torch.nn.Identity(), q, q, q, None, is_causal=True, **{name: None})[0].shape == (1, 4, 2, 8)
+
+
 def test_a_module_that_does_not_say_whether_it_is_causal_is_refused():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="module: expected an attribute is_causal, got Identity"):
