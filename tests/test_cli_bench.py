@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -270,6 +271,16 @@ def test_scale_over_batches(capsys):
     assert first["speedup"] == first["efficiency"] == 1.0
     assert second["speedup"] == pytest.approx(2 * first["ms"] / second["ms"])
     assert second["efficiency"] == pytest.approx(second["speedup"] / 2)
+
+
+@pytest.mark.parametrize("line", [
+    "scale --mode fwd,bwd", "profile --mode fwd,bwd", "profile --backend flashtile,sdpa", "compare --baseline sdpa,naive",
+    "sweep --baseline sdpa,naive",
+])  # fmt: skip
+def test_what_there_is_one_of_is_one(line, capsys):
+    command, *flags = line.split()
+    assert cli.main([command, *(SMALL[:-1] if command == "profile" else SMALL), *flags]) == 2
+    assert re.search(r"(mode|backend|baseline): expected one, got \w+, \w+", capsys.readouterr().err)
 
 
 def test_shares_of_a_problem():

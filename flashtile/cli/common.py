@@ -115,6 +115,18 @@ class TimingFlags:
 
 
 @dataclass
+class OneModeFlags(TimingFlags):
+    """How to measure one mode."""
+
+    mode: Annotated[str, _timing("fwd, bwd or fwd_bwd.", "--mode")] = "fwd"
+
+    def only_mode(self) -> str:
+        from flashtile.bench.cases import only
+
+        return only(self.modes(), "mode")
+
+
+@dataclass
 class OutputFlags:
     """Where results go. `-` is stdout; tables then go to stderr."""
 

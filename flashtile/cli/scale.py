@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, OutputFlags, Progress, ShapeFlags, TimingFlags, command, exit_code
+from flashtile.cli.common import OK, OneModeFlags, OutputFlags, Progress, ShapeFlags, command, exit_code
 
 
 def add(app) -> None:
@@ -13,7 +13,7 @@ def add(app) -> None:
 
 def scale(
     shape: ShapeFlags,
-    timing: TimingFlags,
+    timing: OneModeFlags,
     output: OutputFlags,
     kind: Annotated[str, typer.Option("--kind", help="batch (one GPU), strong (same problem), weak (more work).")] = "batch",
     gpus: Annotated[str, typer.Option("--gpus", help="Counts of GPUs, 1,2,4 or 1..8 (1 and all that are here).")] = "",
@@ -36,7 +36,7 @@ def scale(
         device = engine.resolve_device(timing.device)
         if kind == "batch" and not (shape.batch or shape.preset or shape.total_tokens):
             shape.batch = "1..16"
-        cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.modes()[0]
+        cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.only_mode()
         settings = timing.settings(commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here

@@ -27,7 +27,7 @@ def sweep(
     plot: Annotated[bool, typer.Option("--plot", help="Also OUT-*.png and .svg; needs flashtile[report].")] = False,
 ) -> int:
     """Compare backends over a grid of shapes; resumable, with JSON lines, CSV, Markdown and plots."""
-    from flashtile.bench.cases import DECODE, UsageError
+    from flashtile.bench.cases import DECODE, UsageError, only
 
     output.check()
     console = output.console()
@@ -46,7 +46,7 @@ def sweep(
         modes = timing.modes(also=(DECODE,))
         cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
         names = peers.parse_backends(backend)
-        base = peers.parse_backends(baseline)[0] if baseline else engine.default_baseline(names)
+        base = only(peers.parse_backends(baseline), "baseline") if baseline else engine.default_baseline(names)
         names += [base] if base not in names else []
         settings = timing.settings(commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold))
         total = len(cases) * len(modes)
