@@ -117,6 +117,29 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(capsys, monkeypatch):
     assert len(document["results"]) == 8 and document["results"][:4] == kept
 
 
+def test_a_sweep_may_be_interrupted_before_its_first_cell(capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._Measurement, "_rounds", interrupted)
+        assert cli.main([*SWEEP, "--plot"]) == 130
+    assert "sweep.md (nothing yet); go on with --resume" in capsys.readouterr().out
+    assert cli.main([*SWEEP, "--resume"]) == 0 and len(record.load("sweep.jsonl")["results"]) == 8
+
+
+@pytest.mark.parametrize("command", ["memory", "ladder run"])
+def test_strict_is_of_commands_that_judge_their_numbers(command, capsys):
+    assert cli.main([*command.split(), *SMALL, "--strict"]) == 2
+    assert "--strict" in capsys.readouterr().err
+
+
+def test_strict_scale_of_noisy_times(capsys, monkeypatch):
+    monkeypatch.setattr(engine.Report, "noisy", True)
+    arguments = ["scale", *QUICK[:-4], "-b", "1", "--repeats", "6"]
+    assert cli.main(arguments) == 0 and cli.main([*arguments, "--strict"]) == 5
+
+
 def test_total_tokens_sets_the_batch(capsys):
     assert cli.main(["sweep", *QUICK[2:], "--backend", "naive,sdpa", "-s", "32..128", "--total-tokens", "128"]) == 0
     configs = [row["config"] for row in record.load("sweep.jsonl")["results"]]

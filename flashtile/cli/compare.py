@@ -8,7 +8,7 @@ from flashtile.cli.common import (
     OK,
     REGRESSION,
     UNCLEAR,
-    OutputFlags,
+    JudgedOutputFlags,
     Progress,
     ShapeFlags,
     TimingFlags,
@@ -29,7 +29,7 @@ def add(app) -> None:
 def compare(
     shape: ShapeFlags,
     timing: TimingFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     backend: Annotated[str, typer.Option("--backend", help=BACKENDS_HELP)] = "flashtile,sdpa,naive",
     baseline: Annotated[str | None, typer.Option("--baseline", help="Compare with this (sdpa, else the first other).")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds; their ratios make the verdict.")] = 15,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, OneModeFlags, OutputFlags, Progress, ShapeFlags, command, exit_code
+from flashtile.cli.common import OK, UNCLEAR, JudgedOutputFlags, OneModeFlags, Progress, ShapeFlags, command, exit_code
 
 
 def add(app) -> None:
@@ -14,7 +14,7 @@ def add(app) -> None:
 def scale(
     shape: ShapeFlags,
     timing: OneModeFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     kind: Annotated[str, typer.Option("--kind", help="batch (one GPU), strong (same problem), weak (more work).")] = "batch",
     gpus: Annotated[str, typer.Option("--gpus", help="Counts of GPUs, 1,2,4 or 1..8 (1 and all that are here).")] = "",
     strategy: Annotated[str, typer.Option("--strategy", help="What the GPUs share out: batch or heads.")] = "batch",
@@ -60,4 +60,4 @@ def scale(
         report.resolved["command"] = "scale"
     show.scaling_table(console, rows, kind)
     output.save(report)
-    return code
+    return exit_code(report, UNCLEAR if output.strict and report.noisy else OK)
