@@ -191,6 +191,15 @@ def test_rotary_tables_need_rows_for_the_positions_in_use():
                                          cu_seqlens_q=_ints(0, 0, 4), max_seqlen_q=4, **packed)  # fmt: skip
 
 
+def test_fp8_keys_that_a_rotation_makes_too_large_are_limited():
+    new = torch.full((1, 1, 2, 16), 448.0).to(torch.float8_e4m3fn)
+    k_cache, v_cache = torch.zeros(2, 1, 8, 2, 16).to(torch.float8_e4m3fn)
+    eighth = torch.full((8, 8), torch.pi / 4)
+    flashtile.attention_with_kvcache(torch.ones(1, 1, 2, 16), k_cache, v_cache, k=new, v=new, cache_seqlens=3,
+                                     rotary_cos=eighth.cos(), rotary_sin=eighth.sin())  # fmt: skip
+    assert k_cache[0, 3].float().unique().tolist() == [0, 448]
+
+
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
     """Bitwise the same alone and among others, as the docstring promises; interpreted kernels, real splits."""
     pytest.importorskip("triton")
