@@ -256,6 +256,24 @@ def test_dropout_is_used_in_training():
     assert torch.equal(*(model.eval()(TOKENS, attention_mask=LEFT).logits for _ in range(2)))
 
 
+def test_a_graph_of_a_batch_of_1_needs_the_lengths_of_packed_sequences():
+    """position_ids are looked at between two graphs; with fullgraph=True the error says what to pass."""
+    layer, q = torch.nn.Identity(), torch.randn(1, 2, 14, 8)
+    positions, starts = torch.cat([torch.arange(5), torch.arange(9)])[None], torch.tensor([0, 5, 14])
+    lengths = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=9, max_length_k=9)
+
+    def attend(q, **packing):
+        return integration.attention(layer, q, q, q, None, is_causal=True, position_ids=positions, **packing)[0]
+
+    def compiled(fullgraph):
+        torch._dynamo.reset()
+        return torch.compile(attend, backend="aot_eager", fullgraph=fullgraph)
+
+    assert torch.equal(compiled(False)(q), attend(q)) and torch.equal(compiled(True)(q, **lengths), attend(q))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass cu_seq_lens_q"):
+        compiled(True)(q)
+
+
 def test_masks_of_four_dims_are_refused():
     model = MODELS["llama"]()
     model.set_attn_implementation(integration.NAME)

@@ -14,7 +14,8 @@ a model makes of anything else (images that see themselves, more than one chunk)
 blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
-Only at position_ids that were made in torch.inference_mode each layer looks anew.
+Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there; with
+fullgraph=True a batch of 1 needs cu_seq_lens_q and its kin.
 """
 
 import torch
@@ -174,6 +175,7 @@ _paddings = WeakIdKeyDictionary()
 _packings = WeakIdKeyDictionary()
 
 
+@torch.compiler.disable(reason="flashtile looks at the padding in a mask, which a graph can't")
 def _padding(mask):
     if mask.dim() != 2:
         raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(mask.shape)}",
@@ -183,6 +185,8 @@ def _padding(mask):
     return _paddings[mask]
 
 
+@torch.compiler.disable(reason="flashtile looks for packed sequences in the position_ids of a batch of 1, which a graph can't; "
+                               "pass cu_seq_lens_q and its kin, and it does not")  # fmt: skip
 def _packing(position_ids):
     """(cu_seqlens, longest) of positions (1, total) that begin anew, or (None, None)."""
     if position_ids.is_inference():
