@@ -90,7 +90,8 @@ def mla_decode(
             and slots past it may hold NaN.
         cache_seqlens: (batch,), int32: tokens in the cache, those of q included; 0 is allowed.
         indices: (batch, seqlen_q, topk), int32, instead of block_table and cache_seqlens: sparse decode over these slots of
-            the cache, page * page_size + offset; entries that are no slot, such as -1, are left out.
+            the cache, page * page_size + offset; entries that are no slot, such as -1, are left out. In any order; in a large
+            cache ascending ones are looked up fastest.
         topk_length: (batch,), int32: of the indices only so many count; default all.
         head_dim_v: 512.
         softmax_scale: multiplies q kᵀ; default head_dim ** -0.5. Models mean the head dim of the unabsorbed form: pass
