@@ -11,7 +11,8 @@ from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
-from flashtile.device.scores import SMALLEST_UNIT, params_of
+from flashtile.device.numerics import LOG2_E
+from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, live_columns, padded_dim
@@ -189,6 +190,22 @@ def _bias_product(problem, block_d, block_dv):
     )  # fmt: skip
 
 
+# Base-2 logits up to which weights may be relative to 0: bf16 has them, and fp32 has 2**46 times as much
+_BOUNDED = 80
+
+
+def _capped(problem, config):
+    """(`scores.Cap` or None, whether it bounds logits so that no maxima are needed).
+
+    fp16 has not the range of such weights, and with ALiBi logits have no bound.
+    """
+    softcap_log2 = problem.softcap * LOG2_E.value
+    bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16 and not problem.has_alibi
+    # At head dim 256 polynomials are no gain without that
+    cap = cap_of(problem, softcap_log2 if bounded else 1.0) if bounded or not config.lazy else None
+    return cap, bounded and cap is not None
+
+
 def forward_arguments(problem, config, operands, out, lse, table, counter):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None."""
     num_sms = hardware.detect(out.device).num_sms or 132
@@ -200,6 +217,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     programs = max_query_tiles(problem, config) * num_heads if problem.varlen else num_tiles * total_heads
     describe = packed_descriptor if problem.varlen else descriptor
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
+    cap, bounded = _capped(problem, config)
     dropout = dropout_of(problem, operands.rng_state)
     bias = _bias_product(problem, block_d, block_dv)
     split_q, own_out = buffers(config, block_d, block_dv, (227 << 10) - bias * config.tile_n * BIAS_BYTES, itemsize)
@@ -213,7 +231,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         describe(operands.k, config.tile_n, box_d), describe(operands.k, config.tile_n, rest) if rest else None,
         describe(operands.v, config.tile_n, box_columns(live_dv, block_dv)),
         describe(out, ROWS, out_columns, config.heads), lse, counter, table,
-        Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
+        Window(*problem.window), score_params, cap, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     left, right = problem.window
@@ -231,5 +249,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
         "BIAS": bias,
+        "BOUNDED": bounded,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)
