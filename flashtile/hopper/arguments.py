@@ -194,13 +194,16 @@ def _bias_product(problem, block_d, block_dv):
 _BOUNDED = 80
 
 
-def _capped(problem, config):
+def _capped(problem, config, mask_others):
     """(`scores.Cap` or None, whether it bounds logits so that no maxima are needed).
 
-    fp16 has not the range of such weights, and with ALiBi logits have no bound.
+    fp16 has not the range of such weights. Calls with masks in the loop, packed ones, ALiBi, sinks and dropout keep polynomials
+    in units of the softcap, and maxima: there this has not run on a GPU yet.
     """
+    if mask_others or problem.varlen or problem.has_alibi or problem.has_sinks or problem.dropout_p:
+        return None, False
     softcap_log2 = problem.softcap * LOG2_E.value
-    bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16 and not problem.has_alibi
+    bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16
     # At head dim 256 polynomials are no gain without that
     cap = cap_of(problem, softcap_log2 if bounded else 1.0) if bounded or not config.lazy else None
     return cap, bounded and cap is not None
@@ -217,7 +220,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     programs = max_query_tiles(problem, config) * num_heads if problem.varlen else num_tiles * total_heads
     describe = packed_descriptor if problem.varlen else descriptor
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
-    cap, bounded = _capped(problem, config)
     dropout = dropout_of(problem, operands.rng_state)
     bias = _bias_product(problem, block_d, block_dv)
     split_q, own_out = buffers(config, block_d, block_dv, (227 << 10) - bias * config.tile_n * BIAS_BYTES, itemsize)
@@ -225,6 +227,12 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     rest = live_d - block_d // 2 if config.rest_apart else 0
     box_d = block_d // 2 if rest else box_columns(live_d, block_d)
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
+    left, right = problem.window
+    queries, shift = ROWS // config.heads, _shift(problem)
+    # The queries of a consumer on an aligned diagonal cut one key tile, on another two
+    aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
+    mask_others = left is not None or not aligned
+    cap, bounded = _capped(problem, config, mask_others)
     arguments = (
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
@@ -234,10 +242,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         Window(*problem.window), score_params, cap, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
-    left, right = problem.window
-    queries, shift = ROWS // config.heads, _shift(problem)
-    # The queries of a consumer on an aligned diagonal cut one key tile, on another two
-    aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
@@ -245,7 +249,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
-        "MASK_OTHERS": left is not None or not aligned,
+        "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
         "BIAS": bias,

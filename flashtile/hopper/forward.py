@@ -32,10 +32,10 @@ take: see `hopper.refuses`.
 
 ALiBi, where it is a difference of positions (keys up to the diagonal, head dims to 128): a product more (`_bias_operand`).
 
-Softcap (BOUNDED: bf16, up to 55, without ALiBi): its logits have a bound, so weights are relative to 0 instead of the row's
-largest logit, and there are no maxima, no corrections, and nothing that scales acc. Tanh is a polynomial (`scores.capped`).
-Weights are then rounded to bf16 where the largest of a row was 1: out is off by 2.0e-3 to 2.4e-3 (root mean square, relative
-to float64), where it was 1.7e-3 to 2.1e-3, since bf16 of out alone is 1.65e-3.
+Softcap (BOUNDED: bf16, up to 55; which calls, see `arguments`): its logits have a bound, so weights are relative to 0 instead
+of the row's largest logit, and there are no maxima, no corrections, and nothing that scales acc. Tanh is a polynomial
+(`scores.capped`). Weights are then rounded to bf16 where the largest of a row was 1: out is off by 2.0e-3 to 2.4e-3 (root mean
+square, relative to float64), where it was 1.7e-3 to 2.1e-3, since bf16 of out alone is 1.65e-3.
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
@@ -682,7 +682,7 @@ def _piece(keys):
 
 
 @gluon.jit
-def _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N: gl.constexpr):
+def _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N: gl.constexpr, LAZY: gl.constexpr):
     """Logits of a step's scores, of all its keys or the first of them, but for `_row_bias`."""
     if bias is not None:
         return raw
@@ -692,13 +692,12 @@ def _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N: 
     cols = gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :]
     # of tiles of one head, as ALiBi has them
     diagonal = part.row_begin + lengths.seqlen_k - lengths.seqlen_q - n_tile * TILE_N
-    if cap is None:
-        return scores.logits(raw, rows, cols, diagonal, slope, score_params)
+    if cap is not None:
+        return softmax.capped(raw, cap, _piece(KEYS))
     else:
-        logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
-        if score_params.alibi_slopes is not None:
-            logits = logits + scores.bias(rows, cols, diagonal, slope)
-        return logits
+        # A softcap without exponentials where these and products are what takes time; not at head dim 256
+        THREAD: gl.constexpr = 0 if LAZY else ROWS * KEYS // 128
+        return scores.logits(raw, rows, cols, diagonal, slope, score_params, THREAD)
 
 
 @gluon.jit
@@ -767,7 +766,7 @@ def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl
             p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
         return softmax.begin_bounded(p, row_sum), p
     else:
-        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N)
+        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
         if MASKED:
             logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
         row_bias = None
@@ -804,7 +803,7 @@ def _absorb_tile(
         mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
         return state, acc, _as_operand(p, kept, dropout, ring, acc)
     else:
-        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N)
+        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
