@@ -30,7 +30,7 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
                        ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24,
                        ("packed", 64): 88, ("packed", 128): 40, ("short packed", 128): 40,
-                       ("packed", 256): 56}  # fmt: skip
+                       ("packed", 256): 56, ("softcap", 64): 48, ("softcap", 128): 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
