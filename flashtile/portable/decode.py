@@ -15,8 +15,9 @@ call is one launch; else `merge_parts`, a kernel after it.
 Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
 the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
 
-A row tile reads q once and then its keys and values, in tiles of TILE_N slots: of a row of the cache; of one page or of up to
-four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the block table.
+A row tile reads q once, a small one with each key tile, and its keys and values in tiles of TILE_N slots: of a row of the
+cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
+block table.
 
 What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, later once more in decode-fa3.json: with 1.7 GB of
 keys and values and more the rate of a copy, ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed:
