@@ -171,10 +171,29 @@ def _half_first(problem, config):
     """
     shift = _shift(problem)
     return (
-        problem.causal and shift is not None and shift % config.tile_n == 0 and problem.seqlen_k <= 2048
+        problem.causal and shift is not None and shift % config.tile_n == 0
+        and (problem.seqlen_k <= 2048 or problem.window[0] is not None)
         and config.queries == 2 * ROWS == config.tile_n and not config.lazy
         and not problem.softcap and not problem.has_alibi and not problem.dropout_p
     )  # fmt: skip
+
+
+def _edge(problem, config):
+    """Whether the left edge of a window cuts one key tile of a consumer, its last, and never its first."""
+    left, right = problem.window
+    shift = _shift(problem)
+    queries = ROWS // config.heads
+    return (
+        left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
+        and shift is not None and (shift - left) % queries in (0, 1) and not config.lazy
+    )  # fmt: skip
+
+
+def _half_last(problem, config):
+    """Which of two consumers sees the right half of its last key tile alone; -1 for none."""
+    if not _edge(problem, config) or problem.has_alibi or problem.softcap or not config.queries == 2 * ROWS == config.tile_n:
+        return -1
+    return 1 - (_shift(problem) - problem.window[0]) % config.tile_n // ROWS
 
 
 def _bias_product(problem, block_d, block_dv):
@@ -220,6 +239,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     queries, shift = ROWS // config.heads, _shift(problem)
     # The queries of a consumer on an aligned diagonal cut one key tile, on another two
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
+    edge = _edge(problem, config) and not bias
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
@@ -227,9 +247,10 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
-        "MASK_OTHERS": left is not None or not aligned,
+        "MASK_OTHERS": left is not None and not edge or not aligned,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
+        "EDGE": edge, "HALF_LAST": _half_last(problem, config) if edge else -1,
         "BIAS": bias,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

@@ -245,6 +245,7 @@ from flashtile.device.compat import (
 )
 from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
+from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
 from flashtile.hopper import boxes
@@ -563,11 +564,12 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
 
 
 @gluon.jit
-def _first_keys(tile, KEYS: gl.constexpr):
+def _some_keys(tile, KEYS: gl.constexpr, LAST: gl.constexpr):
+    """The first KEYS rows of a tile, or the last."""
     if KEYS == tile.shape[0]:
         return tile
     else:
-        return tile.slice(0, KEYS, dim=0)
+        return tile.slice(tile.shape[0] - KEYS if LAST else 0, KEYS, dim=0)
 
 
 @gluon.jit
@@ -606,8 +608,8 @@ def _row_bias(part, n_tile, lengths, slope, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-                  KEYS: gl.constexpr):  # fmt: skip
-    """Start q kᵀ of the first KEYS keys of a step, of LIVE_D columns, and what adds the bias; the keys must be there.
+                  KEYS: gl.constexpr, LAST: gl.constexpr = False):  # fmt: skip
+    """Start q kᵀ of the first KEYS keys of a step, or the LAST, of LIVE_D columns, and what adds the bias; the keys must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
@@ -620,7 +622,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         q = ring.q_rest_smem.index(q_slot).reshape([ROWS, REST])
     else:
         q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
-    k = _first_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS)
+    k = _some_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS, LAST)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, layout)
     if bias is not None:
         # Last: sums are cut to 24 bits at each 16 columns
@@ -634,7 +636,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
     else:
         raw = warpgroup_mma(q_left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        k_rest = _first_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS)
+        k_rest = _some_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS, LAST)
         return warpgroup_mma(q, k_rest.permute((1, 0)), raw, is_async=True)
 
 
@@ -682,6 +684,25 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
     rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
     cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
     return gl.where(masks.visible_keys(rows, cols, lengths, window, n_tile * TILE_N), logits, NEG_INF)
+
+
+@gluon.jit
+def _hide_right(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, EDGE: gl.constexpr):
+    """`_hide` of a consumer's first tile; EDGE: no key of it lies left of the window."""
+    if EDGE:
+        return _hide(logits, part, n_tile, lengths, Window(None, window.right), HEADS, TILE_N)
+    else:
+        return _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+
+
+@gluon.jit
+def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr):
+    """logits of the last keys of a tile, -inf where they lie left of the window."""
+    layout: gl.constexpr = logits.type.layout
+    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+    cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
+    first_col = n_tile * TILE_N + TILE_N - logits.shape[1]
+    return gl.where(masks.right_of_left_edge(rows, cols, lengths, window, first_col), logits, NEG_INF)
 
 
 @gluon.jit
@@ -766,6 +787,34 @@ def _absorb_tile(
 
 
 @gluon.jit
+def _absorb_cut_tile(
+    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout,
+    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
+    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """`_absorb_tile` of the tile that the left edge of a window cuts, of whose keys the last KEYS are seen."""
+    slot, phase = _slot(step, NUM_STAGES)
+    mbarrier.wait(ring.k_ready.index(slot), phase)
+    _wait_turn(CONSUMER)
+    raw = _start_scores(ring, q_slot, q_left, None, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, True)
+    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
+    kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
+    raw = warpgroup_mma_wait(len(acc), deps=[raw])
+    mbarrier.arrive(ring.k_free.index(slot), count=1)
+    logits = _logits(raw, None, part, n_tile, lengths, slope, score_params, TILE_N, False)
+    logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+    HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
+    if KEYS < TILE_N:
+        state = softmax.relaid(state, logits)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), None, False, True, HOLD)
+    if KEYS < TILE_N:
+        state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
+    acc = columns.wait(product)
+    mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+    return state, columns.scale(acc, correction), _as_operand(p, kept, dropout, ring, acc)
+
+
+@gluon.jit
 def _skip_keys(ring, step, count, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
     """Hand the keys of `count` steps back. Each must have come, or the arrival would count for the fill before."""
     for i in range(step, step + count):
@@ -828,7 +877,8 @@ def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, BIAS: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, EDGE: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
+    PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile."""
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
@@ -868,7 +918,7 @@ def _compute(
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     logits = _logits(raw, bias, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
     if MASK_FIRST:
-        logits = _hide(logits, part, part.end - 1, lengths, window, HEADS, TILE_N)
+        logits = _hide_right(logits, part, part.end - 1, lengths, window, HEADS, TILE_N, EDGE)
     row_bias = None
     if bias is not None:
         row_bias = _row_bias(part, part.end - 1, lengths, slope, TILE_N)
@@ -880,12 +930,20 @@ def _compute(
         acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
-        for step in range(last_step - part.end + 2, last_step - part.begin + 1):
+        cut = part.full_begin - part.begin if EDGE else 0
+        for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
                 stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
             )  # fmt: skip
         last_step = last_step - part.begin
+        if EDGE:
+            if cut > 0:
+                state, acc, p = _absorb_cut_tile(
+                    ring, q_slot, q_left, state, acc, p, last_step, part, part.begin, lengths, window, slope, score_params,
+                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS,
+                    TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N,
+                )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
         index += 1
@@ -919,7 +977,7 @@ def _compute(
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, bias, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
         if MASK_FIRST:
-            logits = _hide(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N)
+            logits = _hide_right(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N, EDGE)
         next_row_bias = None
         if bias is not None:
             next_row_bias = _row_bias(next_part, next_part.end - 1, next_lengths, next_slope, TILE_N)
@@ -1009,7 +1067,7 @@ def attention_forward(
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
     LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, BIAS: gl.constexpr,
+    HALF_FIRST: gl.constexpr, EDGE: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is.
@@ -1031,10 +1089,10 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 0)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 1)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
@@ -1042,13 +1100,13 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 0)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 1)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 2)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -1056,16 +1114,16 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 0)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 1)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 2)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, PACKED, 3)),
+                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
