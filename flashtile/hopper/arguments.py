@@ -167,7 +167,7 @@ def _shift(problem):
 def _half_first(problem, config):
     """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
 
-    With many keys that was no gain, nor with a softcap or ALiBi: see forward.py.
+    With many keys that was no gain but under a window, nor with a softcap or ALiBi: see forward.py.
     """
     shift = _shift(problem)
     return (
@@ -178,20 +178,21 @@ def _half_first(problem, config):
     )  # fmt: skip
 
 
-def _edge(problem, config):
-    """Whether the left edge of a window cuts one key tile of a consumer, its last, and never its first."""
+def _cut_last(problem, config):
+    """Whether the left edge of a window cuts one key tile of a consumer at most: its last, and never its first."""
     left, right = problem.window
-    shift = _shift(problem)
-    queries = ROWS // config.heads
+    shift, queries = _shift(problem), ROWS // config.heads
     return (
         left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
-        and shift is not None and (shift - left) % queries in (0, 1) and not config.lazy
+        and shift is not None and shift >= 0 and (shift - left) % queries in (0, 1)
+        and not config.lazy and not problem.dropout_p
     )  # fmt: skip
 
 
 def _half_last(problem, config):
-    """Which of two consumers sees the right half of its last key tile alone; -1 for none."""
-    if not _edge(problem, config) or problem.has_alibi or problem.softcap or not config.queries == 2 * ROWS == config.tile_n:
+    """Which of two consumers takes the right half of a tile that the left edge cuts alone: it sees no more; -1 for none."""
+    two = config.queries == 2 * ROWS == config.tile_n
+    if not two or not _cut_last(problem, config) or problem.softcap or problem.has_alibi:
         return -1
     return 1 - (_shift(problem) - problem.window[0]) % config.tile_n // ROWS
 
@@ -239,7 +240,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     queries, shift = ROWS // config.heads, _shift(problem)
     # The queries of a consumer on an aligned diagonal cut one key tile, on another two
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
-    edge = _edge(problem, config) and not bias
+    edge = _cut_last(problem, config) and not bias
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
@@ -250,7 +251,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "MASK_OTHERS": left is not None and not edge or not aligned,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
-        "EDGE": edge, "HALF_LAST": _half_last(problem, config) if edge else -1,
+        "EDGE": edge, "HALF_LAST": _half_last(problem, config),
         "BIAS": bias,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

@@ -122,6 +122,16 @@ cuDNN and FA3 beside it, each once):
   241.9; 1024 keys of head dim 96 133.6 to 130.1, of 192/128 186.5 to 174.5. With more keys nothing or less than that: 4096 444
   and 445, 8192 834 and 843, 16384 1626 and 1650; 192/128, 8192 keys 487 and 486. With a softcap 322 to 351, with ALiBi 253 to
   266, so not there; why is not known.
+- windows of whole halves of a tile (1023 or 1024 keys to the left): the tile that the left edge cuts has a step of its own
+  behind the loop, which has no mask then; the half tiles at both ends, one of each consumer, stand alone, whatever the length; a mask
+  has one comparison an element, not two, in only the half of a tile that an edge cuts. All the same bits. By the clock in the
+  kernel a tile of a window of 1024 takes 26,620 clocks before, 23,930, and 23,080 with masks of half a tile (a full step takes
+  2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code differs by 4%:
+  1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to 698, 778 to 709;
+  (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to 242; 192/128, a
+  softcap, 8192 of 32k equal. The step behind the loop alone 248 of 276, of 256 keys 128 of 130, and with half of it 123; the
+  first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the border, where both consumers wait for the one
+  with the whole first tile: received 460, its turn 350, products started 820, softmax 1340, out stored 1050, back in the loop 460.
 - ALiBi where no key right of the diagonal is seen: a product of 16 columns more adds slope times the key's place in its tile
   (the slope in three parts of bf16; places are exact), and the softmax a number a row: 14 instructions a step beside those
   without ALiBi, where there were 98. us, in brackets without ALiBi: 2 x 8192 head dim 128 960 to 876 (891), 64 1280 to 1101
@@ -170,9 +180,14 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   with 104 registers, where p and the next scores side by side take 110, so the products of a consumer one after the other,
   without turns. us, causal 512 keys 124 to 117, but full 512 166 to 170, causal 1024 183 to 190, 2048 311 to 340, full 8192
   2009 to 2430: four consumers that hide each other's waits are no substitute for products in flight under a softmax.
-- a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.43 where both
-  take turns at the power limit, ratios.json). By windows of 128 to 4096 a tile of queries takes 3.5 to 4 us beside its steps of
-  1.35 us, and a window of 1024 has 9 of these for 8 that count; a masked step has 260 instructions more.
+- a window of 1024 of 16k keys, head dim 128, as it was before the tile that its edge cuts left the loop (see above): 254 us
+  where plain causal takes 1606, so 1.31 of its visible work (1.43 where both take turns at the power limit, ratios.json).
+- there, and not kept (H100, us, as above, 248): tiles in rising order, and 1, 4, 8, 16 heads to a group, 245 to 256; keys and
+  values of one head for all, so that they come from L2, 230 (before 265 of 276), and full calls of as many tiles, 9 steps each,
+  without a mask 247, all from L2 237: memory is not what is missing. Key tiles half a tile further left, so that consumers have
+  their half steps, and borders, one after the other: 23,980 clocks a tile instead of 23,080, of 256 keys 11,510 instead of
+  10,030. Consumers with their rows exchanged, so that the one with a whole first tile has its turn first: 22,780, of 256 keys
+  10,090, with the same bits; its time was taken once (232 of 251 us), so not followed up.
 - head dim 128 with 3 consumers of 64 keys (4 or 3 stages) against 2 of 128, which have longer chains (us, 9 shuffled rounds):
   softcap causal 2 x 8192 1149 to 1159, 1200, full 4 x 2048 278 to 346, 322; a window of 1024 of 16k keys 244 to 250, 255;
   causal 8192 757 to 793, 784, 1024 133 to 162, 161; ALiBi 758 to 806, 810.
@@ -609,7 +624,7 @@ def _row_bias(part, n_tile, lengths, slope, TILE_N: gl.constexpr):
 @gluon.jit
 def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
                   KEYS: gl.constexpr, LAST: gl.constexpr = False):  # fmt: skip
-    """Start q kᵀ of the first KEYS keys of a step, or the LAST, of LIVE_D columns, and what adds the bias; the keys must be there.
+    """Start q kᵀ of a step's first KEYS keys, or LAST, of LIVE_D columns, and what adds the bias; the keys must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
@@ -687,22 +702,33 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
 
 
 @gluon.jit
-def _hide_right(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, EDGE: gl.constexpr):
-    """`_hide` of a consumer's first tile; EDGE: no key of it lies left of the window."""
+def _hide_first(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, EDGE: gl.constexpr,
+                HALF_SEEN: gl.constexpr):  # fmt: skip
+    """`_hide` of a consumer's first tile. With EDGE no key of it lies left of the window, and with HALF_SEEN too the left half
+    is seen."""
     if EDGE:
-        return _hide(logits, part, n_tile, lengths, Window(None, window.right), HEADS, TILE_N)
+        layout: gl.constexpr = logits.type.layout
+        rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+        cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
+        seen = masks.visible_keys(rows, cols, lengths, Window(None, window.right), n_tile * TILE_N)
+        if HALF_SEEN:
+            # Constants of the program, as are the places of a thread's columns but for their last bits
+            seen = seen | (cols < TILE_N // 2)
+        return gl.where(seen, logits, NEG_INF)
     else:
         return _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
 
 
 @gluon.jit
-def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr):
-    """logits of the last keys of a tile, -inf where they lie left of the window."""
+def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, HALF_SEEN: gl.constexpr):
+    """logits of a tile's last keys, -inf left of the window; the rest is seen, and with HALF_SEEN all of the right half."""
     layout: gl.constexpr = logits.type.layout
     rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
     cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
-    first_col = n_tile * TILE_N + TILE_N - logits.shape[1]
-    return gl.where(masks.right_of_left_edge(rows, cols, lengths, window, first_col), logits, NEG_INF)
+    seen = masks.right_of_left_edge(rows, cols, lengths, window, (n_tile + 1) * TILE_N - logits.shape[1])
+    if HALF_SEEN:
+        seen = seen | (cols >= TILE_N // 2)
+    return gl.where(seen, logits, NEG_INF)
 
 
 @gluon.jit
@@ -759,13 +785,17 @@ def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexp
 def _absorb_tile(
     ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout,
     num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
+    CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
-    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys."""
+    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
+
+    CUT: a window's left edge cuts its tile, of which the last KEYS may be seen, and with HALF_SEEN the right half is.
+    """
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, TILE_N)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, CUT)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
@@ -774,44 +804,22 @@ def _absorb_tile(
     row_bias = None
     if bias is not None:
         row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-    if MASKED:
+    if CUT:
+        logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
+    elif MASKED:
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
             logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
     HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED, HOLD)
-    acc = columns.wait(product)
-    mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
-    return state, acc, _as_operand(p, kept, dropout, ring, acc)
-
-
-@gluon.jit
-def _absorb_cut_tile(
-    ring, q_slot, q_left, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout,
-    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
-    """`_absorb_tile` of the tile that the left edge of a window cuts, of whose keys the last KEYS are seen."""
-    slot, phase = _slot(step, NUM_STAGES)
-    mbarrier.wait(ring.k_ready.index(slot), phase)
-    _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, None, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, True)
-    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
-    kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
-    raw = warpgroup_mma_wait(len(acc), deps=[raw])
-    mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, None, part, n_tile, lengths, slope, score_params, TILE_N, False)
-    logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N)
-    HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
     if KEYS < TILE_N:
         state = softmax.relaid(state, logits)
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), None, False, True, HOLD)
+    state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
     if KEYS < TILE_N:
         state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
     acc = columns.wait(product)
     mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    return state, columns.scale(acc, correction), _as_operand(p, kept, dropout, ring, acc)
+    acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
+    return state, acc, _as_operand(p, kept, dropout, ring, acc)
 
 
 @gluon.jit
@@ -880,8 +888,15 @@ def _compute(
     OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, EDGE: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
     PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile."""
+    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile.
+
+    EDGE: a window's left edge cuts one tile of a consumer, its last, or none. HALF_LAST: of two consumers the one that sees the
+    right half of that alone, or -1.
+    """
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
+    HALF_SEEN: gl.constexpr = HALF_FIRST and CONSUMER == 1
+    LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N
+    LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != CONSUMER
     no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
     scale_log2 = scores.scale_log2(score_params)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -918,7 +933,7 @@ def _compute(
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
     logits = _logits(raw, bias, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
     if MASK_FIRST:
-        logits = _hide_right(logits, part, part.end - 1, lengths, window, HEADS, TILE_N, EDGE)
+        logits = _hide_first(logits, part, part.end - 1, lengths, window, HEADS, TILE_N, EDGE, HALF_SEEN)
     row_bias = None
     if bias is not None:
         row_bias = _row_bias(part, part.end - 1, lengths, slope, TILE_N)
@@ -930,19 +945,21 @@ def _compute(
         acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
+        # 1 where a window's left edge cuts the last tile: outside of the loop, which has no mask then
         cut = part.full_begin - part.begin if EDGE else 0
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
                 stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
+                TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
         if EDGE:
             if cut > 0:
-                state, acc, p = _absorb_cut_tile(
-                    ring, q_slot, q_left, state, acc, p, last_step, part, part.begin, lengths, window, slope, score_params,
-                    stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS,
-                    TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N,
+                state, acc, p = _absorb_tile(
+                    ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
+                    score_params, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY,
+                    False, LAST_KEYS, True, LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -977,7 +994,7 @@ def _compute(
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         logits = _logits(raw, bias, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
         if MASK_FIRST:
-            logits = _hide_right(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N, EDGE)
+            logits = _hide_first(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N, EDGE, HALF_SEEN)
         next_row_bias = None
         if bias is not None:
             next_row_bias = _row_bias(next_part, next_part.end - 1, next_lengths, next_slope, TILE_N)
