@@ -123,15 +123,16 @@ cuDNN and FA3 beside it, each once):
   and 445, 8192 834 and 843, 16384 1626 and 1650; 192/128, 8192 keys 487 and 486. With a softcap 322 to 351, with ALiBi 253 to
   266, so not there; why is not known.
 - windows of whole halves of a tile (1023 or 1024 keys to the left): the tile that the left edge cuts has a step of its own
-  behind the loop, which has no mask then; the half tiles at both ends, one of each consumer, stand alone, whatever the length; a mask
-  has one comparison an element, not two, in only the half of a tile that an edge cuts. All the same bits. By the clock in the
-  kernel a tile of a window of 1024 takes 26,620 clocks before, 23,930, and 23,080 with masks of half a tile (a full step takes
-  2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code differs by 4%:
-  1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to 698, 778 to 709;
-  (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to 242; 192/128, a
-  softcap, 8192 of 32k equal. The step behind the loop alone 248 of 276, of 256 keys 128 of 130, and with half of it 123; the
-  first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the border, where both consumers wait for the one
-  with the whole first tile: received 460, its turn 350, products started 820, softmax 1340, out stored 1050, back in the loop 460.
+  behind the loop, which has no mask then; the half tiles at both ends, one of each consumer, stand alone, whatever the length;
+  a mask has one comparison an element, not two, in only the half of a tile that an edge cuts. All the same bits. By the clock
+  in the kernel a tile of a window of 1024 takes 26,620 clocks before, 23,930, and 23,080 with masks of half a tile (a full
+  step takes 2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code
+  differs by 4%: 1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to
+  698, 778 to 709; (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to
+  242; 192/128, a softcap, 8192 of 32k equal. The step behind the loop alone 248 of 276, of 256 keys 128 of 130, and with half
+  of it 123; the first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the border, where both consumers
+  wait for the one with the whole first tile: received 460, its turn 350, products started 820, softmax 1340, out stored 1050,
+  back in the loop 460.
 - ALiBi where no key right of the diagonal is seen: a product of 16 columns more adds slope times the key's place in its tile
   (the slope in three parts of bf16; places are exact), and the softmax a number a row: 14 instructions a step beside those
   without ALiBi, where there were 98. us, in brackets without ALiBi: 2 x 8192 head dim 128 960 to 876 (891), 64 1280 to 1101
