@@ -194,10 +194,14 @@ def main(arguments=None):
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="of attention; default fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--compile", metavar="BACKEND", help="torch.compile the model, in one graph: inductor, aot_eager")
     options = parser.parse_args(arguments)
+    if options.device.partition(":")[0] not in SIZES:
+        parser.error(f"--device: {' or '.join(SIZES)}, not {options.device}")
     device = torch.device(options.device)
     size = SIZES[device.type] | {k: v for k, v in (("steps", options.steps), ("seqlen", options.seqlen)) if v is not None}
     if size["steps"] < 10:
         parser.error("--steps: at least 10, or there is no curve")
+    if size["seqlen"] < 1:
+        parser.error("--seqlen: at least 1")
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = names[options.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     text = load_text()

@@ -89,6 +89,7 @@ def attention_with_kvcache(
     """Attention of new queries over a key-value cache, which first gets their keys and values in place. No gradients.
 
     Lengths and block tables stay on the device: no call waits for it, and a CUDA graph reads them anew at each replay.
+    Inside torch.autocast q, k and v are cast to the dtype of a cache that is not fp8.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with cu_seqlens_q. fp16, bf16, fp32

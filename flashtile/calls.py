@@ -18,7 +18,8 @@ MAX_GLANCES = 4
 def kind(tensors, more) -> tuple:
     """What tells calls of one kind from others: `more`, and of each tensor that is there all but its data."""
     return more, *[
-        x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
+        x if x is None else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % 16)
+        for x in tensors
     ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import torch
 
 # int32 of a device for captured calls, 4 MiB: 32,000 calls
 RESERVED = 1 << 20
-# By device and stream
+# (counters, how many) by device and stream
 _of_stream = {}
 # By device: (RESERVED,) of 0, and how many of them captured calls have
 _reserves = {}
@@ -22,10 +22,14 @@ def zeros(x, size):
     index = x.get_device()
     if torch.cuda.is_current_stream_capturing():
         return _reserved(x, index, size)
-    key = index, torch._C._cuda_getCurrentRawStream(index)
-    kept = _of_stream.get(key)
-    if kept is None or len(kept) < size:
-        kept = _of_stream[key] = x.new_zeros(size, dtype=torch.int32)
+    return of_stream(x, index, torch._C._cuda_getCurrentRawStream(index), size)
+
+
+def of_stream(x, index, stream, size):
+    """`zeros` of a stream that is not being captured."""
+    kept, length = _of_stream.get((index, stream), (None, -1))
+    if length < size:
+        kept, length = _of_stream[index, stream] = x.new_zeros(size, dtype=torch.int32), size
         if index not in _reserves:
             _reserves[index] = [x.new_zeros(RESERVED, dtype=torch.int32), 0]
             torch.cuda.current_stream(index).synchronize()

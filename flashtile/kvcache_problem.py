@@ -228,6 +228,10 @@ def check_cache_arguments(operands, options):
             raise DtypeError(explain(name, expected, type(value).__name__))
         if value is not None and value.is_nested:
             raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", "Pack it: cu_seqlens_q."))
+        if name in ("k_cache", "v_cache") and not torch.compiler.is_compiling() and value.is_neg():
+            # Torch would negate a copy of it in each call
+            raise UnsupportedError(explain(name, "a cache whose memory holds its numbers", "their negatives",
+                                           f"Negate it once: {name}.resolve_neg()."))  # fmt: skip
     for name in ("rotary_interleaved", "causal", "return_lse"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -281,7 +285,7 @@ def _check_dtypes(operands) -> None:
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype not in (q.dtype, FP8):
-            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast q: q.to({name}.dtype)."))
     if v_cache.dtype != k_cache.dtype:
         raise DtypeError(explain("v_cache", f"the dtype of k_cache, {k_cache.dtype}", v_cache.dtype))
     for name, x in (("k", operands.k), ("v", operands.v)):

@@ -12,7 +12,15 @@ from flashtile import dispatch, flops, hardware, settings
 from flashtile.calls import Calls
 from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
-from flashtile.problem import AttentionProblem, Operands, check_arguments, has_same_lengths, values_readable
+from flashtile.problem import (
+    AttentionProblem,
+    Operands,
+    autocast,
+    check_arguments,
+    has_same_lengths,
+    is_autocast,
+    values_readable,
+)
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
@@ -231,6 +239,13 @@ def unobserved(operands):
     )
 
 
+def resolved(operands):
+    """The same numbers, for bodies called without torch's dispatcher: memory may hold their negatives (z.imag of z.conj())."""
+    if not any(x is not None and x.is_neg() for x in operands):
+        return operands
+    return type(operands)(*(x if x is None else x.resolve_neg() for x in operands))
+
+
 def nobody_observes():
     """The same of what is not in the tensors."""
     return (
@@ -266,7 +281,7 @@ def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     if dout is None:
         dout = torch.zeros_like(out)
     if ctx.call is not None and unobserved(tensors) and not any(map(_is_batched, (dout, dlse))):
-        given = Operands(*tensors), out, lse, dout, dlse
+        given = Operands(*tensors), out, lse, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         dq, dk, dv, dsinks = ctx.call.run_backward(*given)
         dslopes = ctx.call.run_backward(*given, "dslopes") if needs_dslopes else None
     else:
@@ -342,12 +357,14 @@ def attention(
         check_arguments(operands, **dict(zip(_OPTION_NAMES, options)))
         # a list has no hash
         options = (*options[:3], tuple(window), *options[4:])
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+    if is_autocast(q):
         operands, call = _autocast(operands), None
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
         operands, call = operands._replace(rng_state=draw_rng_state(q.device)), None
     if call is None and unobserved(operands):
+        operands = resolved(operands)
+        q, k, v = operands[:3]
         call = _described(operands, options)
     slopes, sinks = operands.alibi_slopes, operands.sinks
     needs_grad = torch.is_grad_enabled() and (
@@ -386,5 +403,5 @@ def _flat(options):
 def _autocast(operands):
     """Inside torch.autocast q, k and v come in its dtype, as those of F.scaled_dot_product_attention do."""
     dtype = torch.get_autocast_dtype(operands.q.device.type)
-    q, k, v = (x.to(dtype) if x.dtype in (torch.float16, torch.bfloat16, torch.float32) else x for x in operands[:3])
+    q, k, v = (autocast(x, dtype) for x in operands[:3])
     return operands._replace(q=q, k=k, v=v)

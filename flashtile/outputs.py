@@ -5,6 +5,8 @@ from threading import get_ident
 
 import torch
 
+from flashtile import counters
+
 try:
     # What compiled models take memory with: half of the host time, by a stopwatch on a CPU; not of torch's public interface
     from torch._C._dynamo.guards import _empty_strided_cuda as empty_on_gpu
@@ -13,7 +15,7 @@ except ImportError:
 
 # Scratch memory that is kept: bytes of a stream, and how many of these
 KEPT_BYTES, MAX_KEPT = 64 << 20, 64
-# By device, stream and thread
+# (memory, its numbers) by device, stream and thread
 _kept = {}
 
 
@@ -36,32 +38,37 @@ def fresh(shape, dtype=None, zeros=False):
     return new
 
 
-def scratch(size):
-    """The function of a tensor that gives (size,) or more numbers of fp32 on its device, for kernels of one call alone.
+def scratch(size, num_counters=0):
+    """The function of a tensor that gives memory on its device for kernels of one call alone, and counters for one kernel.
 
-    Calls of one thread and one stream get the same memory: their kernels run one after the other. Larger ones, captured ones
-    and those on a CPU get some of their own.
+    That is (size,) or more numbers of fp32, and num_counters or more of `counters.zeros`, or None for none. Calls of one thread
+    and one stream get the same: their kernels run one after the other. Larger ones, captured ones and those on a CPU get some
+    of their own.
     """
     new = fresh((size,), torch.float32)
+
+    def both(like):
+        return new(like), counters.zeros(like, num_counters) if num_counters else None
+
     if size * 4 > KEPT_BYTES:
-        return new
+        return both
 
     def of_stream(like):
         if not like.is_cuda:
-            return new(like)
+            return both(like)
         index = like.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
         # The default stream can't be captured
         if stream and torch._C._cuda_isCurrentStreamCapturing():
-            return new(like)
+            return both(like)
         # With the thread: another one's kernels may come between those of a call
         key = index, stream, get_ident()
-        kept = _kept.get(key)
-        if kept is None or kept.shape[0] < size:
+        memory, length = _kept.get(key, (None, -1))
+        if length < size:
             if len(_kept) >= MAX_KEPT:
                 _kept.clear()
-            kept = _kept[key] = new(like)
-        return kept
+            memory, length = _kept[key] = new(like), size
+        return memory, counters.of_stream(like, index, stream, num_counters) if num_counters else None
 
     return of_stream
 

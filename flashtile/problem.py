@@ -21,6 +21,7 @@ INT32_MAX = 2**31 - 1
 # Random bits that decide whether dropout keeps a weight
 DROPOUT_BITS = 15
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+AUTOCAST_DTYPES = DTYPES[:3]
 
 
 class Operands(NamedTuple):
@@ -409,6 +410,15 @@ def checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int 
     left = None if left is None or left >= seqlen_k - 1 else left
     right = None if right is None or right >= seqlen_q - 1 else right
     return left, right
+
+
+def is_autocast(x) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def autocast(x, dtype):
+    """x in dtype, if torch.autocast casts tensors of its own; None stays."""
+    return x.to(dtype) if x is not None and x.dtype in AUTOCAST_DTYPES else x
 
 
 def values_readable(tensor) -> bool:

@@ -98,6 +98,7 @@ CASES = (
     MlaCase("all_empty", lengths=(0, 0)),
     MlaCase("split", lengths=(900,), heads=16),
     MlaCase("split_uneven", lengths=(3, 500, 64, 0, 400), heads=2),
+    MlaCase("pieces", lengths=(500, 450), heads=2),
     MlaCase("causal", lengths=(130, 3, 1), seqlen_q=4, causal=True),
     MlaCase("two_tokens", lengths=(130,), seqlen_q=2, heads=5),
     MlaCase("rows_70", lengths=(100,), seqlen_q=2, heads=35, causal=True),

@@ -264,6 +264,21 @@ def test_times_of_two_runs_are_not_compared(documents):
     assert speedups([*documents, make_document(packed)]) == speedups(documents) != []
 
 
+def test_runs_without_flashtile_add_no_columns_to_tables_of_it(documents):
+    rungs = make_document([row(case, "fwd", name, 0.5) for case in build_cases("paper") for name in ("naive", "rung-1")])
+    (table,) = [table for table in tables.all_tables([*documents, rungs]) if table.name == "backends-fwd"]
+    assert table.columns == ["case", "flashtile ms", "TFLOP/s", "naive ms", "over naive"]
+
+
+def test_lines_of_many_backends_are_told_apart():
+    names = ["naive", "sdpa-flash", *(f"rung-{n}" for n in range(1, 12))]
+    roles = plots._backends([make_document([row(case, "fwd", name) for case in build_cases("guide-small") for name in names])])
+    looks = [(role, plots.MARKERS[i % len(plots.MARKERS)]) for i, role in enumerate(roles.values())]
+    assert len(set(looks)) == 14
+    counts = [[*roles.values()].count(role) for role in roles.values()]
+    assert counts[0] == 1 and max(counts) == 2
+
+
 def test_a_plot_without_flashtile_names_another():
     rows = [row(case, "fwd", "naive", 0.01 * case.seqlen_k) for case in build_cases("guide-memory")]
     alts = [plot.alt for plot in plots.figures([make_document(rows)]) if plot.group in ("TFLOP/s", "Time")]

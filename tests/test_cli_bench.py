@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,29 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(capsys, monkeypatch):
     assert "resumed: 2 of 4 cells" in capsys.readouterr().out and len(calls) == 5
     document = record.load("sweep.jsonl")
     assert len(document["results"]) == 8 and document["results"][:4] == kept
+
+
+def test_a_sweep_may_be_interrupted_before_its_first_cell(capsys, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._Measurement, "_rounds", interrupted)
+        assert cli.main([*SWEEP, "--plot"]) == 130
+    assert "sweep.md (nothing yet); go on with --resume" in capsys.readouterr().out
+    assert cli.main([*SWEEP, "--resume"]) == 0 and len(record.load("sweep.jsonl")["results"]) == 8
+
+
+@pytest.mark.parametrize("command", ["memory", "ladder run"])
+def test_strict_is_of_commands_that_judge_their_numbers(command, capsys):
+    assert cli.main([*command.split(), *SMALL, "--strict"]) == 2
+    assert "--strict" in capsys.readouterr().err
+
+
+def test_strict_scale_of_noisy_times(capsys, monkeypatch):
+    monkeypatch.setattr(engine.Report, "noisy", True)
+    arguments = ["scale", *QUICK[:-4], "-b", "1", "--repeats", "6"]
+    assert cli.main(arguments) == 0 and cli.main([*arguments, "--strict"]) == 5
 
 
 def test_total_tokens_sets_the_batch(capsys):
@@ -270,6 +294,16 @@ def test_scale_over_batches(capsys):
     assert first["speedup"] == first["efficiency"] == 1.0
     assert second["speedup"] == pytest.approx(2 * first["ms"] / second["ms"])
     assert second["efficiency"] == pytest.approx(second["speedup"] / 2)
+
+
+@pytest.mark.parametrize("line", [
+    "scale --mode fwd,bwd", "profile --mode fwd,bwd", "profile --backend flashtile,sdpa", "compare --baseline sdpa,naive",
+    "sweep --baseline sdpa,naive",
+])  # fmt: skip
+def test_what_there_is_one_of_is_one(line, capsys):
+    command, *flags = line.split()
+    assert cli.main([command, *(SMALL[:-1] if command == "profile" else SMALL), *flags]) == 2
+    assert re.search(r"(mode|backend|baseline): expected one, got \w+, \w+", capsys.readouterr().err)
 
 
 def test_shares_of_a_problem():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.compat import flash_attn_interface as flash_attn_interface_3
 from flashtile.compat.flash_attn import flash_attn_interface, flash_attn_with_kvcache
 from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb
 from flashtile.errors import UnsupportedError
@@ -108,6 +109,15 @@ def test_window(window_size, is_causal, mask, seqlen_q, seqlen_k):
     expected_out, expected_lse = definition(q, k, v, mask=mask)
     check(out, expected_out)
     check(lse, expected_lse)
+
+
+@pytest.mark.parametrize("window_size", [None, 4, (4,), (None, None), (4, 2.0)])
+def test_windows_that_are_no_pair_of_ints_are_explained(window_size):
+    q, k, v = tensors()
+    with pytest.raises(flashtile.DtypeError, match=r"window_size: expected a pair.* Unbounded is \(-1, -1\)"):
+        flashtile.flash_attn_func(q, k, v, window_size=window_size)
+    with pytest.raises(flashtile.DtypeError, match="window_size: expected a pair"):
+        flash_attn_interface_3.flash_attn_func(q, k, v, window_size=window_size)
 
 
 @pytest.mark.parametrize("side", [13, 14, 10**6])

@@ -119,6 +119,9 @@ def test_packed_forms():
     assert torch.equal(fa3.flash_attn_qkvpacked_func(stacked), fa3.flash_attn_func(q, q, q))
     with pytest.raises(ShapeError, match="num_heads_q beside it"):
         fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2))
+    for num_heads_q in (3, 8, 9):
+        with pytest.raises(ShapeError, match=rf"qkv: expected num_heads_q \+ .* being {num_heads_q}, got 8 heads"):
+            fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), num_heads_q=num_heads_q)
 
 
 def test_private_functions_are_the_two_halves():

@@ -41,6 +41,15 @@ def test_concatenated_sequences():
     assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and cu_seqlens.dtype == torch.int32 and longest == 6
 
 
+def test_no_sequences():
+    x = torch.randn(0, 6, 1)
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, torch.zeros(0, 6))
+    assert (rows.shape, indices.shape, cu_seqlens.tolist(), longest, used.shape) == ((0, 1), (0,), [0], 0, (0,))
+    assert bert_padding.pad_input(rows, indices, 0, 6).shape == x.shape
+    *_, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(torch.randn(2, 6, 1), torch.zeros(2, 6).int())
+    assert (cu_seqlens.tolist(), longest) == ([0], 0)
+
+
 def test_first_axis_functions():
     x = torch.randn(5, 3, requires_grad=True)
     indices = torch.tensor([4, 0, 4])

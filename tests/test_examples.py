@@ -26,7 +26,10 @@ def test_train_bytes(tier):
         assert re.search(rf"^{name} +[\d.]+ +\d+ ms +\d+ MiB$", process.stdout, re.MULTILINE)
 
 
-def test_train_bytes_needs_a_few_steps():
-    command = [sys.executable, ROOT / "examples" / "train_bytes.py", "--steps", "2"]
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--steps 2", "--steps: at least 10"), ("--seqlen 0", "--seqlen: at least 1"), ("--device mps", "--device: cpu or cuda"),
+])  # fmt: skip
+def test_train_bytes_explains_what_it_does_not_take(flags, message):
+    command = [sys.executable, ROOT / "examples" / "train_bytes.py", *flags.split()]
     process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
-    assert process.returncode == 2 and "--steps: at least 10" in process.stderr
+    assert process.returncode == 2 and message in process.stderr

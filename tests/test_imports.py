@@ -148,6 +148,13 @@ def test_cpu_call_leaves_triton_alone():
     assert imported_by(call, "triton") == []
 
 
+def test_names_that_docs_and_errors_give_need_no_import_of_their_own():
+    names = ("integrations.sdpa.enable", "integrations.transformers.register", "compat.flash_attn.flash_attn_func",
+             "compat.flash_attn_interface.flash_attn_func", "compat.flash_mla.flash_mla_with_kvcache",
+             "reference.naive.attention", "reference.fa1", "reference.fa2", "reference.kvcache", "reference.mla")  # fmt: skip
+    assert imported_by("; ".join(["import flashtile", *(f"flashtile.{name}" for name in names)]), "flashtile") == ["flashtile"]
+
+
 def test_every_public_name_is_there():
     import flashtile
 

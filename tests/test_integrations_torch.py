@@ -227,6 +227,31 @@ def test_autocast_computes_in_its_dtype(dtype):
     assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.sum(), inputs))
 
 
+def test_autocast_leaves_a_cache_as_it_is():
+    """q and what is appended come in its dtype; products are not rounded to autocast's."""
+    q, k, v = (x.detach() for x in qkv())
+    for dtype in (torch.bfloat16, torch.float32):
+        caches = [torch.randn(q.shape[0], 32, *k.shape[2:]).to(dtype) for _ in range(2)]
+        appended = [x.clone() for x in caches]
+        want = flashtile.attention_with_kvcache(q.to(dtype), *caches, k=k.to(dtype), v=v.to(dtype), cache_seqlens=3)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = flashtile.attention_with_kvcache(q.bfloat16() if dtype == torch.float32 else q, *appended, k=k, v=v,
+                                                   cache_seqlens=3)  # fmt: skip
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+        assert all(map(torch.equal, caches, appended))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_leaves_a_latent_cache_as_it_is(packed):
+    q, cache = torch.randn(1, 1, 4, 576), torch.randn(2, 64, 1, 576).bfloat16()
+    cache = flashtile.mla.pack_fp8(cache) if packed else cache
+    options = dict(block_table=torch.tensor([[1, 0]], dtype=torch.int32), cache_seqlens=torch.tensor([70], dtype=torch.int32))
+    want = flashtile.mla.mla_decode(q.bfloat16(), cache, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flashtile.mla.mla_decode(q, cache, **options), want)
+
+
 def test_autocast_is_compiled():
     inputs = qkv()
 

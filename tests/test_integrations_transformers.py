@@ -201,9 +201,13 @@ def test_decoder_looks_at_an_encoder(bart, mask, seqlen):
         (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
         with torch.no_grad():
             inference = bart(**arguments).logits
-        got[implementation] = logits.detach(), inference, *(p.grad for p in bart.parameters() if p.grad is not None)
-    for ours, want in zip(got[integration.NAME], got["eager"], strict=True):
-        assert (ours - want).abs().max() <= 1e-5 * want.abs().max() + 1e-6
+        gradients = {name: p.grad for name, p in bart.named_parameters() if p.grad is not None}
+        got[implementation] = {"logits": logits.detach(), "inference": inference} | gradients
+    assert got[integration.NAME].keys() == got["eager"].keys()
+    for name, want in got["eager"].items():
+        # A bias of keys moves all scores of a row alike: its gradient is 0 by cancellation, of terms like those of the weight's
+        scale = got["eager"][name.replace("k_proj.bias", "k_proj.weight")].abs().max()
+        assert (got[integration.NAME][name] - want).abs().max() <= 1e-5 * scale + 1e-6, name
 
 
 def test_a_bias_of_the_scores_is_refused():
@@ -211,6 +215,14 @@ def test_a_bias_of_the_scores_is_refused():
     model = transformers.T5EncoderModel._from_config(config, attn_implementation=integration.NAME)
     with pytest.raises(UnsupportedError, match=r"position_bias: expected None, got shape \(1, 4, 14, 14\)"):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_a_choice_of_keys_is_refused(name):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=rf"{name}: expected None, got shape \(1, 4, 2\).*sdpa"):
+        integration.attention(torch.nn.Identity(), q, q, q, None, is_causal=True, **{name: torch.zeros(1, 4, 2)})
+    assert integration.attention(torch.nn.Identity(), q, q, q, None, is_causal=True, **{name: None})[0].shape == (1, 4, 2, 8)
 
 
 def test_a_module_that_does_not_say_whether_it_is_causal_is_refused():
@@ -246,6 +258,24 @@ def test_dropout_is_used_in_training():
     first, second = (model(TOKENS, attention_mask=LEFT).logits for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(*(model.eval()(TOKENS, attention_mask=LEFT).logits for _ in range(2)))
+
+
+def test_a_graph_of_a_batch_of_1_needs_the_lengths_of_packed_sequences():
+    """position_ids are looked at between two graphs; with fullgraph=True the error says what to pass."""
+    layer, q = torch.nn.Identity(), torch.randn(1, 2, 14, 8)
+    positions, starts = torch.cat([torch.arange(5), torch.arange(9)])[None], torch.tensor([0, 5, 14])
+    lengths = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=9, max_length_k=9)
+
+    def attend(q, **packing):
+        return integration.attention(layer, q, q, q, None, is_causal=True, position_ids=positions, **packing)[0]
+
+    def compiled(fullgraph):
+        torch._dynamo.reset()
+        return torch.compile(attend, backend="aot_eager", fullgraph=fullgraph)
+
+    assert torch.equal(compiled(False)(q), attend(q)) and torch.equal(compiled(True)(q, **lengths), attend(q))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass cu_seq_lens_q"):
+        compiled(True)(q)
 
 
 def test_masks_of_four_dims_are_refused():

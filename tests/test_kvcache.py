@@ -56,6 +56,30 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+@pytest.mark.parametrize("chunk", [8, 2])
+@pytest.mark.parametrize("name", ["plain", "sinks_split", "splits_3", "page_4", "several_queries", "packed_append_differs"])
+def test_the_last_to_end_merges(name, chunk, monkeypatch):
+    """In the kernel itself, for tiles of 16 bits, chunk parts at once. Its counters are 0 again."""
+    pytest.importorskip("triton")
+    from flashtile import counters
+    from flashtile.portable import decode
+
+    given, plans = [], []
+    plan_parts, zeros = decode.plan_parts, counters.zeros
+
+    def planned(*arguments):
+        plan = plan_parts(*arguments)
+        plans.append(plan._replace(chunk=min(plan.chunk, chunk)))
+        return plans[-1]
+
+    monkeypatch.setattr(decode, "plan_parts", planned)
+    monkeypatch.setattr(counters, "zeros", lambda *arguments: given.append(zeros(*arguments)) or given[-1])
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float16)
+    assert plans[-1].chunk > 0 and given and not any(x.any() for x in given)
+
+
 def _on(tier, monkeypatch, *arguments, **options):
     monkeypatch.setenv("FLASHTILE_TIER", tier)
     return flashtile.attention_with_kvcache(*arguments, **options)
@@ -165,6 +189,15 @@ def test_rotary_tables_need_rows_for_the_positions_in_use():
     with pytest.raises(ValueRangeError, match="sequence 1: expected a row for each of its positions 15 to 18"):
         flashtile.attention_with_kvcache(torch.randn(4, 2, 16), *caches, cache_seqlens=_ints(16, 15),
                                          cu_seqlens_q=_ints(0, 0, 4), max_seqlen_q=4, **packed)  # fmt: skip
+
+
+def test_fp8_keys_that_a_rotation_makes_too_large_are_limited():
+    new = torch.full((1, 1, 2, 16), 448.0).to(torch.float8_e4m3fn)
+    k_cache, v_cache = torch.zeros(2, 1, 8, 2, 16).to(torch.float8_e4m3fn)
+    eighth = torch.full((8, 8), torch.pi / 4)
+    flashtile.attention_with_kvcache(torch.ones(1, 1, 2, 16), k_cache, v_cache, k=new, v=new, cache_seqlens=3,
+                                     rotary_cos=eighth.cos(), rotary_sin=eighth.sin())  # fmt: skip
+    assert k_cache[0, 3].float().unique().tolist() == [0, 448]
 
 
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):
@@ -357,6 +390,21 @@ def test_wrong_calls_say_what_is_wrong(changes, error, message):
         flashtile.attention_with_kvcache(*tensors, **options)
     assert isinstance(raised.value, FlashtileError)
     assert all(torch.equal(x, y) for x, y in zip(tensors[1:], before)), "nothing is written before the error"
+
+
+def test_lazily_negated_tensors_have_the_right_sign(monkeypatch):
+    """Their memory holds the negatives; a cache of such is refused."""
+    pytest.importorskip("triton")
+    tensors, options = small_call(**{name: torch.randn_like(x) for name, x in NEW.items()})
+    got = _on("portable", monkeypatch, tensors[0]._neg_view(), *tensors[1:], **options)
+    negated = {name: x._neg_view() for name, x in options.items() if name in NEW}
+    assert torch.equal(got, _on("portable", monkeypatch, -tensors[0], *tensors[1:], **options))
+    caches = [x.clone() for x in tensors[1:]]
+    _on("portable", monkeypatch, *tensors, **options | negated)
+    _on("portable", monkeypatch, tensors[0], *caches, **options | {name: -options[name] for name in NEW})
+    assert all(map(torch.equal, tensors[1:], caches))
+    with pytest.raises(UnsupportedError, match=r"v_cache: expected a cache whose memory.*v_cache.resolve_neg\(\)"):
+        flashtile.attention_with_kvcache(tensors[0], tensors[1], tensors[2]._neg_view())
 
 
 def op_arguments(case):

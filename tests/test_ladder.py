@@ -221,6 +221,12 @@ def test_show_diff(capsys):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("number", ["10", "11"])
+def test_show_target_of_a_tier_says_where_to_look(number, capsys):
+    assert cli.main(["ladder", "show", number, "--target", "H200"]) == 2
+    assert f"rung {number}: its tiles" in capsys.readouterr().err
+
+
 def test_show_target_needs_no_gpu(capsys):
     assert cli.main(["ladder", "show", "8", "--target", "A100"]) == 0
     out = capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from flashtile import counters
+from flashtile import counters, outputs
 from flashtile.device.launch import Launches
 
 
@@ -268,3 +268,30 @@ def test_counters_are_of_a_stream_or_of_a_captured_call(monkeypatch):
     # The reserve is used up
     before = len(made)
     assert counters.zeros(x, 1) is made[-1] and len(made) == before + 1
+
+
+def test_scratch_is_of_a_stream_and_its_counters_are_zeros(monkeypatch):
+    """Calls of one stream share both, a captured call shares neither; a call without counters gets none."""
+    stream, capturing = 7, False
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(outputs, "empty_on_gpu", None)
+    for module, kept in ((counters, "_of_stream"), (counters, "_reserves"), (outputs, "_kept")):
+        monkeypatch.setattr(module, kept, {})
+    x = SimpleNamespace(
+        is_cuda=True, get_device=lambda: 0, dtype=torch.float32, new_zeros=torch.zeros,
+        new_empty_strided=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
+    )  # fmt: skip
+    memory, stored = outputs.scratch(100, 5)(x)
+    assert len(memory) == 100 and len(stored) == 5 and not stored.any()
+    smaller = outputs.scratch(60, 3)(x)
+    assert smaller[0] is memory and smaller[1] is stored and outputs.scratch(60)(x) == (memory, None)
+    larger = outputs.scratch(200, 9)(x)
+    assert len(larger[0]) == 200 and len(larger[1]) == 9 and counters.zeros(x, 9) is larger[1]
+    capturing = True
+    captured = [outputs.scratch(100, 5)(x) for _ in range(2)]
+    assert len({y.data_ptr() for y in (*larger, *captured[0], *captured[1])}) == 6
+    capturing, stream = False, 8
+    assert all(a is not b for a, b in zip(outputs.scratch(100, 5)(x), larger))

@@ -97,34 +97,91 @@ def test_schedule_of_other_lengths(monkeypatch, poisoned):
 
 def simulated_schedule(lengths, num_parts):
     """The table of flashtile/mla/schedule.py, unit by unit."""
-    owners = []
     tiles = [max(1, -(-length // 64)) for length in lengths]
-    for sequence, count in enumerate(tiles):
-        owners += [(sequence, max(0, unit - 4)) for unit in range(4 + count)]
-    part = max(4, -(-len(owners) // num_parts))
-    # Even lengths: whole sequences, if that costs no more than to cut and merge
-    whole = -(-len(lengths) // num_parts) * (4 + max(tiles))
-    part = whole if len(set(tiles)) == 1 and whole <= part + 8 else part
-    begins = [owners[p * part] if p * part < len(owners) else (len(lengths), 0) for p in range(num_parts + 1)]
+    part = max(4, -(-sum(4 + count for count in tiles) // num_parts))
+    piece = min(max(-(-max(tiles) // max(1, num_parts // len(tiles))), 4), max(tiles))
+    pieces = -(-len(tiles) // num_parts)
+    # Where a part may begin, and how many of those places are in it. (sequence, None) is one before a sequence's tiles
+    if pieces * (piece + 4) <= part + 8:
+        owners, size = [(s, first) for s, count in enumerate(tiles) for first in range(0, count, piece)], pieces
+    else:
+        owners, size = [(s, tile) for s, count in enumerate(tiles) for tile in [None] * 4 + list(range(count))], part
+    begins = [(s, tile or 0) for s, tile in owners[::size]]
     spans = []
-    for sequence in range(len(lengths)):
-        units = [unit for unit, owner in enumerate(owners) if owner[0] == sequence][4:]
-        spans.append((units[0] // part, units[-1] // part))
-    return torch.tensor(begins + spans, dtype=torch.int32)
+    for sequence in range(len(tiles)):
+        places = [place for place, (s, tile) in enumerate(owners) if s == sequence and tile is not None]
+        spans.append((places[0] // size, places[-1] // size))
+    return begins + [(len(tiles), 0)] * (num_parts + 1 - len(begins)) + spans
+
+
+def made_schedule(lengths, num_parts):
+    from flashtile.mla import schedule
+
+    table = torch.full((num_parts + 1 + len(lengths), 2), -1, dtype=torch.int32)
+    schedule.launch(table, torch.tensor(lengths, dtype=torch.int32), fixed_length=2**31 - 1, num_sequences=len(lengths),
+                    seqlen_q=1)  # fmt: skip
+    return [tuple(row) for row in table.tolist()]
+
+
+def tiles_of_parts(table, lengths, num_parts):
+    """For each part its (sequence, first tile, end), as programs read them from the table."""
+    parts = []
+    for (begin, begin_tile), (end, end_tile) in zip(table[:num_parts], table[1 : num_parts + 1], strict=True):
+        segments = []
+        for sequence in range(begin, end + (end_tile > 0)):
+            count = max(1, -(-lengths[sequence] // 64))
+            last = sequence == end
+            segments.append((sequence, begin_tile if sequence == begin else 0, min(end_tile, count) if last else count))
+        parts.append(segments)
+    return parts
 
 
 LENGTHS = [(0,), (64,), (1,) * 9, (5000, 0, 3, 700), (262144, 1), tuple(range(0, 3000, 17)), (200,) * 7, (9000,) * 5]
+# With a number of parts; in pieces of a sequence, or whole ones
+IN_PIECES = [
+    ((4096,) * 4, 8), ((4096,) * 4, 9), ((4096,) * 64, 132), ((8192,) * 32, 66), ((16384,) * 8, 66), ((8192,) * 16, 132),
+    ((4000, 4096, 3700, 4090), 9), ((300,) * 2, 16), ((300, 65, 0, 1), 64), ((0,) * 3, 8), ((0,), 132), ((64,), 132),
+    ((640,), 132), ((131072,), 66), ((200,) * 7, 7), ((4096,) * 128, 66), ((1000, 1024, 990), 2), ((9000,) * 5, 1),
+]  # fmt: skip
+CUT_ANYWHERE = [((8192,) * 5, 8), ((8192, 100), 132), ((40000,) * 3, 2), (tuple(range(0, 9000, 70)), 66), ((30000,) * 128, 66)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("num_heads", [1, 128])
 def test_schedule(lengths, num_heads):
-    """Against a simulation; every tile belongs to one part, and parts are even."""
+    """Of the parts that fill the device."""
     needs_interpreter()
     schedule = make_schedule(torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads)
     num_parts = schedule.table.shape[0] - 1 - len(lengths)
     assert num_parts == (4 if num_heads == 1 else 2)
-    assert schedule.table.tolist() == simulated_schedule(lengths, num_parts).tolist()
+    assert [tuple(row) for row in schedule.table.tolist()] == simulated_schedule(lengths, num_parts)
+
+
+@pytest.mark.parametrize(("lengths", "num_parts"), IN_PIECES + CUT_ANYWHERE, ids=lambda x: str(x)[:30])
+def test_schedule_of_parts(lengths, num_parts):
+    """Against a simulation; each tile belongs to one part, and a sequence's row names the parts that have its tiles."""
+    needs_interpreter()
+    table = made_schedule(lengths, num_parts)
+    assert table == simulated_schedule(lengths, num_parts)
+    parts = tiles_of_parts(table, lengths, num_parts)
+    for sequence, length in enumerate(lengths):
+        mine = [(part, first, end) for part, segments in enumerate(parts) for s, first, end in segments if s == sequence]
+        # In order and without a gap, so that `nth_slot` finds each
+        assert [part for part, _, _ in mine] == list(range(mine[0][0], mine[-1][0] + 1))
+        assert [first for _, first, _ in mine] == [0] + [end for _, _, end in mine[:-1]]
+        assert mine[-1][2] == max(1, -(-length // 64)) and all(first < end for _, first, end in mine)
+        assert table[num_parts + 1 + sequence] == (mine[0][0], mine[-1][0])
+
+
+@pytest.mark.parametrize(("lengths", "num_parts"), IN_PIECES, ids=lambda x: str(x)[:30])
+def test_pieces_of_two_sequences_share_no_part(lengths, num_parts):
+    needs_interpreter()
+    parts = tiles_of_parts(made_schedule(lengths, num_parts), lengths, num_parts)
+    sizes = [len(segments) for segments in parts if segments]
+    assert max(sizes) == -(-len(lengths) // num_parts)
+    if max(sizes) == 1 and len(lengths) <= num_parts // 2:
+        longest = max(end - first for ((_, first, end),) in filter(None, parts))
+        assert longest <= max(4, -(-max(lengths) // (64 * (num_parts // len(lengths)))))
 
 
 def test_schedule_serves_many_layers(monkeypatch):

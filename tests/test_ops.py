@@ -359,6 +359,24 @@ def test_nested_tensors_are_refused(layout):
         flashtile.attention_with_kvcache(x, x, x)
 
 
+def test_lazily_negated_tensors_have_the_right_sign(monkeypatch):
+    """Their memory holds the negatives, also where calls with the same options came before."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    q, k, v, dout = (torch.randn(1, 16, 2, 16, requires_grad=True) for _ in range(4))
+
+    def results(q, k, v, dout):
+        out = flashtile.attention(q, k, v, causal=True)
+        return out, *torch.autograd.grad(out, (q, k, v), dout.detach())
+
+    want = results(-q, -k, -v, -dout)
+    lazy = [torch.complex(x, x).conj().imag for x in (q, k, v, dout)]
+    assert all(x.is_neg() for x in lazy)
+    for made in (lazy, [x._neg_view() for x in (q, k, v, dout)]):
+        for got, expected in zip(results(*made), want):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_checks_see_a_wrong_answer():
     """The check that all tiers pass is not blind: a scale off by a thousandth, a lost last key, and a stray NaN."""
     case = named("square")[0]

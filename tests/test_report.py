@@ -84,6 +84,12 @@ def test_page_can_be_used_with_a_keyboard_and_without_eyes(page):
     assert page.count("<th ") == len(re.findall(r'<th [^>]*><button type="button">', page))
 
 
+def test_the_button_of_colours_covers_no_link(page):
+    """Links scroll beside it, not under it."""
+    links, button = re.search(r'<nav [^>]*>\s*<div class="links">(.*?)</div>\s*<button([^>]*)>', page, re.DOTALL).groups()
+    assert 'id="theme"' in button and "<button" not in links and links.count("<a ") == len(Outline(page).all("table")) + 3
+
+
 def test_page_holds_everything(page, documents):  # noqa: F811
     for text in ("NVIDIA H200", "111111111111", "Forward, small to large", "1×32×4×16", "1.88x", "flashtile run -b 1 -s 32",
                  documents[0]["env"]["torch"], "needs &lt;a&gt; wheel", "power cap 50%", "SLOWER"):  # fmt: skip

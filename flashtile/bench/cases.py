@@ -279,6 +279,17 @@ def parse_choices(text: str, choices, flag: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def only(names, flag: str) -> str:
+    """The name of a list of one.
+
+    Raises:
+        UsageError: several.
+    """
+    if len(names) != 1:
+        raise UsageError(f"{flag}: expected one, got {', '.join(names)}.")
+    return names[0]
+
+
 def _window_text(window) -> str:
     return ",".join("-1" if side is None else str(side) for side in window)
 

@@ -178,6 +178,11 @@ class Report:
     # further parts of the document, by name
     parts: dict = field(default_factory=dict)
 
+    @property
+    def noisy(self) -> bool:
+        """Whether samples ended before an interval was as narrow as asked for."""
+        return any(result.ok and not result.target_met for result in self.results)
+
     def one(self, case=None, backend=SUBJECT, mode="fwd") -> Result:
         """The result of a case (default the first), backend and mode."""
         case = self.results[0].case if case is None else case

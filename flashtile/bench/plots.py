@@ -38,6 +38,8 @@ _SENTINELS = {role: f"#0100{i:02x}" for i, role in enumerate(ROLES)}
 SERIES = [role for role in ROLES if re.fullmatch(r"s\d", role)]
 MARKERS = "osD^vPX*"
 SIZE = (4.6, 3.1)
+# Entries of a legend inside of the axes
+MAX_INSIDE = 6
 _STYLE = {
     "font.size": 9, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9.5,
     "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.grid": True, "grid.linewidth": 0.6, "lines.linewidth": 1.8,
@@ -143,10 +145,11 @@ def figures(documents) -> list[Plot]:
 
 
 def _backends(documents) -> dict[str, str]:
-    """backend -> role of its colour, flashtile first."""
+    """backend -> role of its colour, flashtile first. Where colours come again, other MARKERS go with them."""
     names = dict.fromkeys(row["backend"] for d in documents for row in d["results"])
     ordered = [SUBJECT, *(name for name in names if name != SUBJECT)]
-    return {name: SERIES[min(i, len(SERIES) - 1)] for i, name in enumerate(ordered)}
+    own, *others = SERIES
+    return {name: others[(i - 1) % len(others)] if i else own for i, name in enumerate(ordered)}
 
 
 def _words(group) -> str:
@@ -189,7 +192,15 @@ def _lines(axes, colours, by_backend, order, value, band=True) -> None:
             low, high = ([value(rows[x], rows[x]["stats"]["ci95"][side]) for x in xs] for side in (0, 1))
             axes.fill_between(xs, low, high, color=colours[order[name]], alpha=0.2, linewidth=0)
     _lengths(axes, [x for rows in by_backend.values() for x in rows])
-    axes.legend(loc="best")
+    _legend(axes, "best")
+
+
+def _legend(axes, place) -> None:
+    """Inside of the axes, or where it is long beside them."""
+    if len(axes.get_legend_handles_labels()[1]) <= MAX_INSIDE:
+        axes.legend(loc=place)
+    else:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _ends(by_backend, value) -> str:
@@ -286,7 +297,7 @@ def _roofline(documents, found, order) -> list[Plot]:
             _plain_log(axes)
             axes.set_xlabel("FLOP per byte of the tensors")
             axes.set_ylabel("TFLOP/s")
-            axes.legend(loc="lower right")
+            _legend(axes, "lower right")
 
         alt = f"Roofline, {dtype}: {len(rows)} points under a measured roof of {roof['tflops']:.0f} TFLOP/s."
         plots.append(Plot(f"roofline-{dtype}", "Roofline", f"{dtype}, cold L2", alt, draw))

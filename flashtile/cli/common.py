@@ -115,6 +115,18 @@ class TimingFlags:
 
 
 @dataclass
+class OneModeFlags(TimingFlags):
+    """How to measure one mode."""
+
+    mode: Annotated[str, _timing("fwd, bwd or fwd_bwd.", "--mode")] = "fwd"
+
+    def only_mode(self) -> str:
+        from flashtile.bench.cases import only
+
+        return only(self.modes(), "mode")
+
+
+@dataclass
 class OutputFlags:
     """Where results go. `-` is stdout; tables then go to stderr."""
 
@@ -125,7 +137,6 @@ class OutputFlags:
     commit: Annotated[
         Text, _output("Commit to record where there is no .git (HASH or HASH-dirty).", "--commit", envvar="FLASHTILE_COMMIT")
     ] = None
-    strict: Annotated[bool, _output("Exit 5 when noisy or unclear; compare: 4 when slower.", "--strict")] = False
     quiet: Annotated[bool, _output("No tables and no progress; files and the exit code only.", "--quiet", "-q")] = False
     progress: Annotated[bool, _output("Say on stderr what is being done.", "--progress/--no-progress")] = True
     color: Annotated[bool, _output("Colours on a terminal; NO_COLOR works too.", "--color/--no-color")] = True
@@ -179,6 +190,13 @@ class OutputFlags:
         for target, make in makers:
             if target and not (partial and record.is_stream(target)):
                 record.write(target, make(document))
+
+
+@dataclass
+class JudgedOutputFlags(OutputFlags):
+    """Also of commands whose exit code may tell how sure the numbers are."""
+
+    strict: Annotated[bool, _output("Exit 5 when noisy or unclear; compare: 4 when slower.", "--strict")] = False
 
 
 def make_console(*, stderr=False, quiet=False, no_color=False):

@@ -8,7 +8,7 @@ from flashtile.cli.common import (
     OK,
     REGRESSION,
     UNCLEAR,
-    OutputFlags,
+    JudgedOutputFlags,
     Progress,
     ShapeFlags,
     TimingFlags,
@@ -29,7 +29,7 @@ def add(app) -> None:
 def compare(
     shape: ShapeFlags,
     timing: TimingFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     backend: Annotated[str, typer.Option("--backend", help=BACKENDS_HELP)] = "flashtile,sdpa,naive",
     baseline: Annotated[str | None, typer.Option("--baseline", help="Compare with this (sdpa, else the first other).")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds; their ratios make the verdict.")] = 15,
@@ -37,7 +37,7 @@ def compare(
     show_values: Annotated[int, typer.Option("--show-values", help="Print so many first outputs of each backend.")] = 0,
 ) -> int:
     """Compare attention backends: correct first, then interleaved timing, a speedup with its interval, and a verdict."""
-    from flashtile.bench.cases import DECODE
+    from flashtile.bench.cases import DECODE, only
 
     output.check()
     console = output.console()
@@ -50,7 +50,7 @@ def compare(
         modes = timing.modes(also=(DECODE,))
         cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
         names = peers.parse_backends(backend)
-        base = peers.parse_backends(baseline)[0] if baseline else engine.default_baseline(names)
+        base = only(peers.parse_backends(baseline), "baseline") if baseline else engine.default_baseline(names)
         if base not in names:
             names.append(base)
         settings = timing.settings(commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold),

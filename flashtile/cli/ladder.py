@@ -73,6 +73,11 @@ def show(
         from flashtile import hardware
         from flashtile.cli.explain import find_target
 
+        if rung.tier:
+            from flashtile.errors import UnsupportedError
+
+            raise UnsupportedError(f"rung {number}: its tiles are those of the {rung.tier} tier. "
+                                   f"flashtile explain --target {target} shows what they compile to.")  # fmt: skip
         for line in _resources(rung, find_target(target, hardware)):
             console.print(line)
         return OK

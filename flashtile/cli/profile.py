@@ -26,7 +26,7 @@ def profile(
     print_command: Annotated[bool, typer.Option("--print-command", help="Only print the command.")] = False,
 ) -> int:
     """Profile one case: torch's profiler, Triton's, Nsight Compute or Nsight Systems, with a summary in words."""
-    from flashtile.bench.cases import MODES, UsageError, parse_choices
+    from flashtile.bench.cases import MODES, UsageError, only, parse_choices
 
     if repeats < 1:
         raise UsageError(f"repeats: expected 1 or more, got {repeats}.")
@@ -39,8 +39,7 @@ def profile(
 
         parse_choices(tool, profilers.TOOLS, "tool")
         parse_choices(metrics, profilers.SETS, "metrics")
-        (mode,) = parse_choices(mode, MODES, "mode")[:1]
-        (name,) = peers.parse_backends(backend)[:1]
+        mode, name = only(parse_choices(mode, MODES, "mode"), "mode"), only(peers.parse_backends(backend), "backend")
         # A command may be printed for a GPU that is not here.
         there = engine.resolve_device(device) if device or not print_command else None
         on_gpu = there is None or there.type == "cuda"

@@ -11,7 +11,7 @@ from flashtile.cli.common import (
     PACKED,
     REGRESSION,
     UNCLEAR,
-    OutputFlags,
+    JudgedOutputFlags,
     Progress,
     ShapeFlags,
     TimingFlags,
@@ -29,7 +29,7 @@ def add(app) -> None:
 def regress(
     shape: ShapeFlags,
     timing: TimingFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     baseline: Annotated[str, typer.Option("--baseline", help=f"{VERSION_HELP}.")] = "HEAD",
     against: Annotated[str | None, typer.Option("--against", help=f"{VERSION_HELP} (the code that runs now).")] = None,
     threshold: Annotated[str, typer.Option("--threshold", help="Smaller changes are SAME.")] = "3%",

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, UNCLEAR, OutputFlags, Progress, ShapeFlags, TimingFlags, command, complain, exit_code
+from flashtile.cli.common import OK, UNCLEAR, JudgedOutputFlags, Progress, ShapeFlags, TimingFlags, command, complain, exit_code
 
 # More cases than this are shown as a line each.
 MAX_BLOCKS = 4
@@ -17,7 +17,7 @@ def add(app) -> None:
 def run(
     shape: ShapeFlags,
     timing: TimingFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     backend: Annotated[str, typer.Option("--backend", help="What to time; see `flashtile compare --help`.")] = "flashtile",
 ) -> int:
     """Time attention on one shape: min/avg/max, TFLOP/s, percent of the measured roof, memory, correctness."""
@@ -50,8 +50,7 @@ def run(
                 show.run_block(console, results)
     show.footer(console, report)
     output.save(report)
-    noisy = any(result.ok and not result.target_met for result in report.results)
-    code = exit_code(report, UNCLEAR if output.strict and noisy else OK)
+    code = exit_code(report, UNCLEAR if output.strict and report.noisy else OK)
     if output.quiet and code not in (OK, UNCLEAR):
         complain("; ".join(dict.fromkeys(f"{r.backend}: {r.reason}" for r in report.results if not r.ok)) or "interrupted")
     return code

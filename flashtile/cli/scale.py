@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, OutputFlags, Progress, ShapeFlags, TimingFlags, command, exit_code
+from flashtile.cli.common import OK, UNCLEAR, JudgedOutputFlags, OneModeFlags, Progress, ShapeFlags, command, exit_code
 
 
 def add(app) -> None:
@@ -13,8 +13,8 @@ def add(app) -> None:
 
 def scale(
     shape: ShapeFlags,
-    timing: TimingFlags,
-    output: OutputFlags,
+    timing: OneModeFlags,
+    output: JudgedOutputFlags,
     kind: Annotated[str, typer.Option("--kind", help="batch (one GPU), strong (same problem), weak (more work).")] = "batch",
     gpus: Annotated[str, typer.Option("--gpus", help="Counts of GPUs, 1,2,4 or 1..8 (1 and all that are here).")] = "",
     strategy: Annotated[str, typer.Option("--strategy", help="What the GPUs share out: batch or heads.")] = "batch",
@@ -36,7 +36,7 @@ def scale(
         device = engine.resolve_device(timing.device)
         if kind == "batch" and not (shape.batch or shape.preset or shape.total_tokens):
             shape.batch = "1..16"
-        cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.modes()[0]
+        cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.only_mode()
         settings = timing.settings(commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here
@@ -60,4 +60,4 @@ def scale(
         report.resolved["command"] = "scale"
     show.scaling_table(console, rows, kind)
     output.save(report)
-    return code
+    return exit_code(report, UNCLEAR if output.strict and report.noisy else OK)

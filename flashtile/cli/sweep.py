@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, OutputFlags, Progress, ShapeFlags, TimingFlags, command, exit_code, parse_fraction
+from flashtile.cli.common import OK, JudgedOutputFlags, Progress, ShapeFlags, TimingFlags, command, exit_code, parse_fraction
 from flashtile.cli.compare import BACKENDS_HELP, strict_code
 
 
@@ -17,7 +17,7 @@ def add(app) -> None:
 def sweep(
     shape: ShapeFlags,
     timing: TimingFlags,
-    output: OutputFlags,
+    output: JudgedOutputFlags,
     backend: Annotated[str, typer.Option("--backend", help=BACKENDS_HELP)] = "flashtile,sdpa,naive",
     baseline: Annotated[str | None, typer.Option("--baseline", help="Compare with this (sdpa, else the first other).")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved rounds; their ratios make the verdict.")] = 15,
@@ -27,7 +27,7 @@ def sweep(
     plot: Annotated[bool, typer.Option("--plot", help="Also OUT-*.png and .svg; needs flashtile[report].")] = False,
 ) -> int:
     """Compare backends over a grid of shapes; resumable, with JSON lines, CSV, Markdown and plots."""
-    from flashtile.bench.cases import DECODE, UsageError
+    from flashtile.bench.cases import DECODE, UsageError, only
 
     output.check()
     console = output.console()
@@ -46,7 +46,7 @@ def sweep(
         modes = timing.modes(also=(DECODE,))
         cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
         names = peers.parse_backends(backend)
-        base = peers.parse_backends(baseline)[0] if baseline else engine.default_baseline(names)
+        base = only(peers.parse_backends(baseline), "baseline") if baseline else engine.default_baseline(names)
         names += [base] if base not in names else []
         settings = timing.settings(commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold))
         total = len(cases) * len(modes)
@@ -89,7 +89,7 @@ def sweep(
     counts = {status: sum(r.status == status for r in report.results) for status in record.STATUSES}
     words = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     again = f"; go on with --resume{'' if out == 'sweep' else f' --out {out}'}" if report.interrupted else ""
-    console.print(f"saved {' '.join(saved)} ({words}){again}", markup=False)
+    console.print(f"saved {' '.join(saved)} ({words or 'nothing yet'}){again}", markup=False)
     output.save(report)
     return exit_code(report, strict_code(report, base) if output.strict else OK)
 

@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pkgutil import extend_path
 
+from flashtile import lazy
 from flashtile.errors import UnsupportedError, explain
 
 # What a program imports, and which modules answer
@@ -19,6 +20,9 @@ INSTALLED = {
     "flash_attn": ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary"),
     "flash_attn_interface": ("",),
 }
+
+
+__getattr__ = lazy.modules(__name__, "flash_attn", "flash_attn_interface", "flash_mla")
 
 
 def install(names=tuple(INSTALLED)):

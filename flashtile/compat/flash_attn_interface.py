@@ -26,6 +26,7 @@ from flashtile.compat.flash_attn.flash_attn_interface import (
     _contiguous,
     _flat,
     _prepared,
+    _sides,
 )
 from flashtile.errors import ShapeError, UnsupportedError, explain
 from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands
@@ -103,7 +104,10 @@ def flash_attn_qkvpacked_func(
     elif num_heads_q is None:
         raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it", tuple(qkv.shape)))
     else:
-        num_heads_kv = (qkv.shape[2] - num_heads_q) // 2
+        num_heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if rest or num_heads_kv < 1:
+            raise ShapeError(explain("qkv", f"num_heads_q + 2 * num_heads_kv heads, num_heads_q being {num_heads_q}",
+                                     f"{qkv.shape[2]} heads"))  # fmt: skip
         q, k, v = qkv.split([num_heads_q, num_heads_kv, num_heads_kv], 2)
     return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
                            softcap, deterministic=deterministic, return_attn_probs=return_attn_probs)  # fmt: skip
@@ -236,7 +240,7 @@ def _flash_attn_backward(
 
 def _window(window_size):
     """FlashAttention 3's window in flashtile's words; a side is unbounded from seqlen_k - 1 (left), seqlen_q - 1 (right) on."""
-    return tuple(None if side < 0 else min(side, INT32_MAX) for side in map(_as_int, window_size))
+    return tuple(None if side < 0 else min(side, INT32_MAX) for side in _sides(window_size))
 
 
 def _options(q, seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):

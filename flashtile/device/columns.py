@@ -133,6 +133,18 @@ def scaled_rarely(x, factors):
 
 
 @gluon.jit
+def halves(x):
+    """Left and right columns of x; every element stays in its register."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def beside(left, right):
+    """The tensor whose `halves` they are, as far as elements go."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
 def store(acc, tile):
     """Into a tile (ROWS, BLOCK) in shared memory, in its dtype; columns that do not count stay as they are."""
     if len(acc) == 1:

@@ -4,6 +4,7 @@ Kernels keep logits in base 2. A factor is left to the exponential's multiply-ad
 log2(e). The unit is the scale, where it is positive; the softcap, of which `logits` are then parts; else 1.
 """
 
+import math
 import struct
 from typing import Any, NamedTuple
 
@@ -21,17 +22,27 @@ _TANH_TERMS = 0.9999978542327881, -0.3331403732299805, 0.1305783838033676, -0.04
 _TANH_SCALE = tl.constexpr(2 / _TANH_BOUND)
 
 
+# The same for |x| up to 0.115: 2.9e-6 off at most
+_NEAR_BOUND = 0.115
+_NEAR_TERMS = 0.9999971, -0.33157843
+
+
+def _word(x):
+    """The bits of an fp32 number."""
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def _literal(x):
+    return f"0f{_word(x) & 0xFFFFFFFF:08X}"
+
+
 def _tanh_asm(count):
     """PTX for tanh of `count` numbers of a thread, given times _TANH_SCALE: $i from the input tied to it.
 
     Multiply-adds and no exponentials where all numbers of the warp are within the bound; else as `_tanh`.
     """
-
-    def word(x):
-        return f"0f{struct.unpack('>I', struct.pack('>f', x))[0]:08X}"
-
     factor = 1 / _TANH_SCALE.value
-    terms = [word(term * factor ** (2 * i + 1)) for i, term in enumerate(_TANH_TERMS)]
+    terms = [_literal(term * factor ** (2 * i + 1)) for i, term in enumerate(_TANH_TERMS)]
     numbers = [f"${i}" for i in range(count)]
     lines = ["{ .reg .pred q; .reg .f32 t, u; .reg .b32 b, c; mov.b32 b, 0;"]
     lines += [f"mov.b32 c, {x}; or.b32 b, b, c;" for x in numbers]
@@ -42,7 +53,7 @@ def _tanh_asm(count):
         lines += [f"mul.f32 {x}, {x}, t;"]
     lines += ["bra DONE; FAR:"]
     for x in numbers:
-        lines += [f"mul.f32 t, {x}, {word(2 * LOG2_E.value * factor)}; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;",
+        lines += [f"mul.f32 t, {x}, {_literal(2 * LOG2_E.value * factor)}; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;",
                   f"rsqrt.approx.ftz.f32 t, t; mul.f32 t, t, t; fma.rn.f32 {x}, t, 0fC0000000, 0f3F800000;"]  # fmt: skip
     return " ".join([*lines, "DONE: }"])
 
@@ -53,6 +64,83 @@ def _tanh_constraints(count):
 
 _TANH_ASM = tl.constexpr({n: _tanh_asm(n) for n in (16, 32, 64)})
 _TANH_CONSTRAINTS = tl.constexpr({n: _tanh_constraints(n) for n in (16, 32, 64)})
+
+
+class Cap(NamedTuple):
+    """A softcap as polynomials of raw scores x. See `capped`.
+
+    Near 0, with v = x * x + shift, it is x * (term0 + term1 * v), and v is at least 2**n and less than 2**(n + 1); further from
+    0 v is larger.
+    """
+
+    shift: Any
+    # the bits of 2**n
+    exponent: Any
+    term0: Any
+    term1: Any
+    # v up to which wide0 + wide1 * v + wide2 * v**2 + wide3 * v**3 may stand for v
+    limit: Any
+    wide0: Any
+    wide1: Any
+    wide2: Any
+    wide3: Any
+    # Beyond, x * far is 2 * log2(e) times what tanh is taken of, and back times tanh may stand for x, beside 0 for v
+    far: Any
+    back: Any
+
+
+def _shifted(terms, shift):
+    """A polynomial of u, lowest power first, as one of u + shift."""
+    shifted = [0.0] * len(terms)
+    for i, term in enumerate(terms):
+        for j in range(i + 1):
+            shifted[j] += term * math.comb(i, j) * (-shift) ** (i - j)
+    return shifted
+
+
+def cap_of(problem, unit) -> Cap | None:
+    """The softcap of a call, for logits in units of softcap / unit; None without one, or where fp32 has not the range."""
+    if not problem.softcap or not 2.0**-20 < abs(problem.softmax_scale / problem.softcap) < 2.0**20:
+        return None
+    factor = problem.softmax_scale / problem.softcap
+    near = (_NEAR_BOUND / factor) ** 2
+    power = 2.0 ** math.ceil(math.log2(near))
+    shift = 2 * power - near
+    terms, wide = (_shifted([unit * term * factor ** (2 * i + 1) for i, term in enumerate(terms)], shift)
+                   for terms in (_NEAR_TERMS, _TANH_TERMS))  # fmt: skip
+    wide[0] -= terms[0]
+    return Cap(shift, _word(power), *terms, (_TANH_BOUND / factor) ** 2 + shift, *(term / terms[1] for term in wide),
+               2 * LOG2_E.value * factor, unit / terms[0])  # fmt: skip
+
+
+def _cap_asm(count):
+    """PTX for x and v of `count` scores of a thread, tied to the outputs, where `count` times each number of `Cap` follows from
+    exponent on, but no terms. Where all of the warp are near 0 they stay as they are; else what may stand for them."""
+    xs, vs = [f"${i}" for i in range(count)], [f"${i}" for i in range(count, 2 * count)]
+    exponent, limit, wide0, wide1, wide2, wide3, far, back = (f"${i * count}" for i in range(4, 12))
+    lines = ["{ .reg .pred q; .reg .b32 b, c; .reg .f32 t, u, m0, m1, m2, m3; mov.b32 b, 0;"]
+    lines += [f"mov.b32 c, {v}; or.b32 b, b, c;" for v in vs]
+    lines += [f"xor.b32 b, b, {exponent}; and.b32 b, b, 0x7f800000; setp.ne.u32 q, b, 0;",
+              "vote.sync.any.pred q, q, 0xffffffff; @!q bra NEAR;"]  # fmt: skip
+    lines += [f"mov.f32 m{i}, {vs[i]};" for i in range(4)]
+    lines += [f"max.f32 m{i % 4}, m{i % 4}, {vs[i]};" for i in range(4, count)]
+    lines += ["max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2;",
+              f"setp.gt.f32 q, m0, {limit}; vote.sync.any.pred q, q, 0xffffffff; @q bra FAR;"]  # fmt: skip
+    for v in vs:
+        lines += [f"fma.rn.f32 t, {v}, {wide3}, {wide2}; fma.rn.f32 t, t, {v}, {wide1}; fma.rn.f32 {v}, t, {v}, {wide0};"]
+    lines += [f"bra NEAR; FAR: mul.f32 u, {back}, 0fC0000000;"]
+    for x, v in zip(xs, vs, strict=True):
+        lines += [f"mul.f32 t, {x}, {far}; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; rsqrt.approx.ftz.f32 t, t;",
+                  f"mul.f32 t, t, t; fma.rn.f32 {x}, t, u, {back}; mov.f32 {v}, 0f00000000;"]  # fmt: skip
+    return " ".join([*lines, "NEAR: }"])
+
+
+def _cap_constraints(count):
+    return ",".join(["=f"] * (2 * count) + [str(i) for i in range(2 * count)] + ["r"] * count + ["f"] * (7 * count))
+
+
+_CAP_ASM = tl.constexpr({n: _cap_asm(n) for n in (16, 32)})
+_CAP_CONSTRAINTS = tl.constexpr({n: _cap_constraints(n) for n in (16, 32)})
 
 
 class ScoreParams(NamedTuple):
@@ -140,6 +228,36 @@ def _capped(scores, score_params, THREAD: tl.constexpr):
         x = scores * (factor * _TANH_SCALE)
         return tl.inline_asm_elementwise(_TANH_ASM[THREAD], _TANH_CONSTRAINTS[THREAD], [x], dtype=tl.float32, is_pure=True,
                                          pack=THREAD)  # fmt: skip
+
+
+# A multiply-add takes one number from a register of the warp, and term0 is that: term1 looks as if each lane had its own
+_OF_LANE = tl.constexpr(
+    "{ .reg .b32 i; .reg .f32 f; mov.u32 i, %laneid; cvt.rn.f32.u32 f, i; fma.rn.f32 $0, f, 0f00000000, $1; }"
+)
+
+
+@triton.jit
+def cap_of_lane(cap):
+    """cap for `capped`, once a kernel: else each second multiply-add has a copy beside it."""
+    term1 = tl.inline_asm_elementwise(_OF_LANE, "=f,f", [cap.term1], dtype=tl.float32, is_pure=True, pack=1)
+    return Cap(cap.shift, cap.exponent, cap.term0, term1, cap.limit, cap.wide0, cap.wide1, cap.wide2, cap.wide3, cap.far,
+               cap.back)  # fmt: skip
+
+
+@triton.jit
+def capped(scores, cap, THREAD: tl.constexpr):
+    """Logits of raw scores under a softcap, in the unit of `cap_of`. THREAD: how many of the scores a thread has.
+
+    Three instructions and a half for each where all of a warp's are within 0.115 of the softcap: bits of all v, put together,
+    then have the exponent of one. Up to 0.6 four more, beyond exponentials.
+    """
+    v = scores * scores + cap.shift
+    x, v = tl.inline_asm_elementwise(
+        _CAP_ASM[THREAD], _CAP_CONSTRAINTS[THREAD],
+        [scores, v, cap.exponent, cap.limit, cap.wide0, cap.wide1, cap.wide2, cap.wide3, cap.far, cap.back],
+        dtype=(tl.float32, tl.float32), is_pure=True, pack=THREAD,
+    )  # fmt: skip
+    return x * (v * cap.term1 + cap.term0)
 
 
 @triton.jit

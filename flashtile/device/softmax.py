@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device import columns, scores
 from flashtile.device.compat import gl, gluon
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
 
@@ -180,6 +181,53 @@ def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None):
 
 
 @gluon.jit
+def capped(raw, cap, PIECE: gl.constexpr):
+    """`scores.capped` of PIECE scores a thread after the other: they take two registers each."""
+    THREAD: gl.constexpr = raw.shape[0] * raw.shape[1] // 128
+    if THREAD <= PIECE:
+        return scores.capped(raw, cap, THREAD)
+    else:
+        left, right = columns.halves(raw)
+        return gl.convert_layout(columns.beside(capped(left, cap, PIECE), capped(right, cap, PIECE)), raw.type.layout)
+
+
+@gluon.jit
+def bounded(raw, cap, PIECE: gl.constexpr):
+    """(p, row_sum of `update_apart`) of raw scores under a softcap, relative to logits of 0.
+
+    Exponentials of one piece stand beside the next one's polynomials.
+    """
+    THREAD: gl.constexpr = raw.shape[0] * raw.shape[1] // 128
+    if THREAD <= PIECE:
+        return bounded_of(scores.capped(raw, cap, THREAD))
+    else:
+        left, right = columns.halves(raw)
+        p_left, sum_left = bounded(left, cap, PIECE)
+        p_right, sum_right = bounded(right, cap, PIECE)
+        p = gl.convert_layout(columns.beside(p_left, p_right), raw.type.layout)
+        return p, sum_left + gl.convert_layout(sum_right, sum_left.type.layout)
+
+
+@gluon.jit
+def bounded_of(logits):
+    """`bounded` of base-2 logits; hidden ones are -inf."""
+    p = gl.exp2(logits)
+    return p, _sum_apart(p)
+
+
+@gluon.jit
+def begin_bounded(p, row_sum):
+    """The state of `update_apart` after a first tile, with weights of `bounded`."""
+    row_max = gl.full([p.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, p.type.layout))
+    return OnlineSoftmax(row_max, gl.convert_layout(row_sum, _sum_apart(p).type.layout))
+
+
+@gluon.jit
+def update_bounded(state, row_sum):
+    return OnlineSoftmax(state.row_max, state.row_sum + gl.convert_layout(row_sum, state.row_sum.type.layout))
+
+
+@gluon.jit
 def relaid(state, logits):
     """state of `update_apart`, in the layout of logits; every element stays in its register."""
     like = nothing_apart(logits)
@@ -193,12 +241,8 @@ def widened(state, p, layout: gl.constexpr, RIGHT: gl.constexpr = False):
 
     Every element stays in its register.
     """
-    if RIGHT:
-        p = gl.join(gl.zeros_like(p), p)
-    else:
-        p = gl.join(p, gl.zeros_like(p))
-    p = p.permute((0, 2, 1))
-    p = gl.convert_layout(p.reshape([p.shape[0], 2 * p.shape[2]]), layout)
+    nothing = gl.zeros_like(p)
+    p = gl.convert_layout(columns.beside(nothing, p) if RIGHT else columns.beside(p, nothing), layout)
     return relaid(state, p), p
 
 

@@ -11,7 +11,8 @@ from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
-from flashtile.device.scores import SMALLEST_UNIT, params_of
+from flashtile.device.numerics import LOG2_E
+from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, live_columns, padded_dim
@@ -185,14 +186,14 @@ def _cut_last(problem, config):
     return (
         left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
         and shift is not None and shift >= 0 and (shift - left) % queries in (0, 1)
-        and not config.lazy and not problem.dropout_p
+        and not config.lazy and not problem.softcap and not problem.dropout_p
     )  # fmt: skip
 
 
 def _half_last(problem, config):
     """Which of two consumers takes the right half of a tile that the left edge cuts alone: it sees no more; -1 for none."""
     two = config.queries == 2 * ROWS == config.tile_n
-    if not two or not _cut_last(problem, config) or problem.softcap or problem.has_alibi:
+    if not two or not _cut_last(problem, config) or problem.has_alibi:
         return -1
     return 1 - (_shift(problem) - problem.window[0]) % config.tile_n // ROWS
 
@@ -207,6 +208,25 @@ def _bias_product(problem, block_d, block_dv):
         problem.has_alibi and right is not None and right <= 0 and not problem.softcap
         and problem.softmax_scale >= SMALLEST_UNIT and block_dv == block_d < 256
     )  # fmt: skip
+
+
+# Base-2 logits up to which weights may be relative to 0: bf16 has them, and fp32 has 2**46 times as much
+_BOUNDED = 80
+
+
+def _capped(problem, config, mask_others):
+    """(`scores.Cap` or None, whether it bounds logits so that no maxima are needed).
+
+    fp16 has not the range of such weights. Calls with masks in the loop, packed ones, ALiBi, sinks and dropout keep polynomials
+    in units of the softcap, and maxima: there this has not run on a GPU yet.
+    """
+    if mask_others or problem.varlen or problem.has_alibi or problem.has_sinks or problem.dropout_p:
+        return None, False
+    softcap_log2 = problem.softcap * LOG2_E.value
+    bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16
+    # At head dim 256 polynomials are no gain without that
+    cap = cap_of(problem, softcap_log2 if bounded else 1.0) if bounded or not config.lazy else None
+    return cap, bounded and cap is not None
 
 
 def forward_arguments(problem, config, operands, out, lse, table, counter):
@@ -227,20 +247,22 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     rest = live_d - block_d // 2 if config.rest_apart else 0
     box_d = block_d // 2 if rest else box_columns(live_d, block_d)
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
+    left, right = problem.window
+    queries, shift = ROWS // config.heads, _shift(problem)
+    # The queries of a consumer on an aligned diagonal cut one key tile, on another two
+    aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
+    cut_last = _cut_last(problem, config) and not bias
+    mask_others = left is not None and not cut_last or not aligned
+    cap, bounded = _capped(problem, config, mask_others)
     arguments = (
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
         describe(operands.k, config.tile_n, box_d), describe(operands.k, config.tile_n, rest) if rest else None,
         describe(operands.v, config.tile_n, box_columns(live_dv, block_dv)),
         describe(out, ROWS, out_columns, config.heads), lse, counter, table,
-        Window(*problem.window), score_params, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
+        Window(*problem.window), score_params, cap, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
-    left, right = problem.window
-    queries, shift = ROWS // config.heads, _shift(problem)
-    # The queries of a consumer on an aligned diagonal cut one key tile, on another two
-    aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
-    edge = _cut_last(problem, config) and not bias
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
@@ -248,10 +270,11 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
-        "MASK_OTHERS": left is not None and not edge or not aligned,
+        "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
-        "EDGE": edge, "HALF_LAST": _half_last(problem, config),
+        "CUT_LAST": cut_last, "HALF_LAST": _half_last(problem, config),
         "BIAS": bias,
+        "BOUNDED": bounded,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

@@ -32,6 +32,11 @@ take: see `hopper.refuses`.
 
 ALiBi, where it is a difference of positions (keys up to the diagonal, head dims to 128): a product more (`_bias_operand`).
 
+Softcap (BOUNDED: bf16, up to 55; which calls, see `arguments`): its logits have a bound, so weights are relative to 0 instead
+of the row's largest logit, and there are no maxima, no corrections, and nothing that scales acc. Tanh is a polynomial
+(`scores.capped`). Weights are then rounded to bf16 where the largest of a row was 1: out is off by 2.0e-3 to 2.4e-3 (root mean
+square, relative to float64), where it was 1.7e-3 to 2.1e-3, since bf16 of out alone is 1.65e-3.
+
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
 What limits it (times in benchmarks/results/nvidia-h200/paper-forward.json; counters in attention-counters.json, FA3's in
@@ -116,6 +121,17 @@ cuDNN and FA3 beside it, each once):
 - a softcap by polynomials, without exponentials, unless a warp has a score beyond 0.6 of it (`scores.logits`); us, 2 x 8192,
   causal, softcap 50: head dim 128 1420 to 1130 (790 without softcap), 64 1200 to 960; with scores beyond 1340 to 1410. Head dim
   256 958 and 966, so not there. With one term more, and a maximum of magnitudes for the bits that tell, 128 1240, 64 1190.
+- a softcap without maxima (BOUNDED), and a polynomial that needs no score in units of the softcap: x * (a + b * v), v = x * x
+  + c, whose bits tell whether x is within 0.115 of it, since c makes their exponent one; beyond, 0.6 and exponentials as
+  before. 472 instructions a step of head dim 128, where there were 870, and 454 without softcap. H100, us, softcap 50, medians
+  of 7 shuffled rounds, in brackets without softcap: causal 2 x 8192 head dim 128 1234 and 1252 to 892 and 902 (799, 804; in
+  another run 1190 to 843, 785), 64 956 to 626 (492), 256 of 8 heads 1090 to 782 (747); full 4 x 2048 299 to 229 (206); fp16,
+  which keeps maxima, 1238 to 1110 (812). Scores to 0.26 of the softcap 1231 to 1185, to 0.5 1216 to 1184, beyond 1486 to 1470;
+  head dim 64 972 to 890, beyond 1236 to 1256; 256 1130 to 962, beyond 1059 to 1041. A third term, up to 0.32 of the softcap
+  (536 instructions): 927 to 938 instead of 892 to 902, but 926 where scores reach 0.26, 256 777 and with scores to 0.5 806
+  instead of 962. Tests of a quarter of a step's scores at a time instead of half: 875 instead of 843 in that other run, full
+  228 instead of 218; of all at once equal (892), but at head dim 64 it spills 49 times a step. Head dim 64 with 3 consumers of
+  128 keys 829 instead of 626. Both terms from registers of the warp: 45 copies a step.
 - causal, up to 2048 keys: where an aligned diagonal shows the first of two consumers half of its first key tile, it has scores
   and softmax of 64 keys there; the same bits. us, 16384 tokens, two runs of 9 shuffled rounds: head dim 128 512 keys 94.0 and
   95.9 to 90.5 and 92.3 (cuDNN 102, 105), 1024 141.3 and 145.8 to 137.6 and 141.2 (165, 173), 2048 240.6 and 246.3 to 238.3 and
@@ -129,10 +145,10 @@ cuDNN and FA3 beside it, each once):
   step takes 2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code
   differs by 4%: 1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to
   698, 778 to 709; (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to
-  242; 192/128, a softcap, 8192 of 32k equal. The step behind the loop alone 248 of 276, of 256 keys 128 of 130, and with half
-  of it 123; the first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the border, where both consumers
-  wait for the one with the whole first tile: received 460, its turn 350, products started 820, softmax 1340, out stored 1050,
-  back in the loop 460.
+  242; 192/128, 8192 of 32k equal; with a softcap equal, so not there. The step behind the loop alone 248 of 276, of 256 keys
+  128 of 130, and with half of it 123; the first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the
+  border, where both consumers wait for the one with the whole first tile: received 460, its turn 350, products started 820,
+  softmax 1340, out stored 1050, back in the loop 460.
 - ALiBi where no key right of the diagonal is seen: a product of 16 columns more adds slope times the key's place in its tile
   (the slope in three parts of bf16; places are exact), and the softmax a number a row: 14 instructions a step beside those
   without ALiBi, where there were 98. us, in brackets without ALiBi: 2 x 8192 head dim 128 960 to 876 (891), 64 1280 to 1101
@@ -677,20 +693,29 @@ def _rows_and_heads(part, HEADS: gl.constexpr, layout: gl.constexpr):
         return part.row_begin + i // HEADS, part.head * HEADS + i % HEADS
 
 
+@gluon.constexpr_function
+def _piece(keys):
+    """Scores of a thread to cap at a time: half of them, which fit in its registers."""
+    return ROWS.value * keys // 256
+
+
 @gluon.jit
-def _logits(raw, bias, part, n_tile, lengths, slope, score_params, TILE_N: gl.constexpr, LAZY: gl.constexpr):
+def _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N: gl.constexpr, LAZY: gl.constexpr):
     """Logits of a step's scores, of all its keys or the first of them, but for `_row_bias`."""
     if bias is not None:
         return raw
     KEYS: gl.constexpr = raw.shape[1]
-    # A softcap without exponentials where these and products are what takes time; not at head dim 256
-    THREAD: gl.constexpr = 0 if LAZY else ROWS * KEYS // 128
     layout: gl.constexpr = raw.type.layout
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     cols = gl.arange(0, KEYS, gl.SliceLayout(0, layout))[None, :]
     # of tiles of one head, as ALiBi has them
     diagonal = part.row_begin + lengths.seqlen_k - lengths.seqlen_q - n_tile * TILE_N
-    return scores.logits(raw, rows, cols, diagonal, slope, score_params, THREAD)
+    if cap is not None:
+        return softmax.capped(raw, cap, _piece(KEYS))
+    else:
+        # A softcap without exponentials where these and products are what takes time; not at head dim 256
+        THREAD: gl.constexpr = 0 if LAZY else ROWS * KEYS // 128
+        return scores.logits(raw, rows, cols, diagonal, slope, score_params, THREAD)
 
 
 @gluon.jit
@@ -703,17 +728,16 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
 
 
 @gluon.jit
-def _hide_first(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, EDGE: gl.constexpr,
+def _hide_first(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CUT_LAST: gl.constexpr,
                 HALF_SEEN: gl.constexpr):  # fmt: skip
-    """`_hide` of a consumer's first tile. With EDGE no key of it lies left of the window, and with HALF_SEEN too the left half
-    is seen."""
-    if EDGE:
+    """`_hide` of a first tile. CUT_LAST: no key of it lies left of the window. HALF_SEEN: then its left half is seen."""
+    if CUT_LAST:
         layout: gl.constexpr = logits.type.layout
         rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
         cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
         seen = masks.visible_keys(rows, cols, lengths, Window(None, window.right), n_tile * TILE_N)
         if HALF_SEEN:
-            # Constants of the program, as are the places of a thread's columns but for their last bits
+            # The compiler knows which: of a column's bits only the last few depend on the thread
             seen = seen | (cols < TILE_N // 2)
         return gl.where(seen, logits, NEG_INF)
     else:
@@ -740,12 +764,6 @@ def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
     else:
         stream = RandomStream(stream.seed, (part.batch * num_heads + part.head).to(gl.uint32), stream.offset)
         return dropouts.keep_bits(part.row_begin, n_tile * TILE_N, stream, dropout, TILE_N)
-
-
-@gluon.jit
-def _halves(x):
-    """Left and right columns of x; every element stays in its register."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -783,11 +801,34 @@ def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexp
 
 
 @gluon.jit
+def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl.constexpr, TILE_N: gl.constexpr,
+           LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr, CUT_LAST: gl.constexpr,
+           HALF_SEEN: gl.constexpr):  # fmt: skip
+    """State and p of the first step of a part. CUT_LAST, HALF_SEEN: of `_hide_first`."""
+    n_tile = part.end - 1
+    if BOUNDED:
+        if MASKED:
+            logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
+            p, row_sum = softmax.bounded_of(_hide(logits, part, n_tile, lengths, window, HEADS, TILE_N))
+        else:
+            p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
+        return softmax.begin_bounded(p, row_sum), p
+    else:
+        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
+        if MASKED:
+            logits = _hide_first(logits, part, n_tile, lengths, window, HEADS, TILE_N, CUT_LAST, HALF_SEEN)
+        row_bias = None
+        if bias is not None:
+            row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
+        return _begin(logits, scores.scale_log2(score_params), row_bias, TILE_N, LAZY, MASKED)
+
+
+@gluon.jit
 def _absorb_tile(
-    ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, stream, dropout,
+    ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, cap, stream, dropout,
     num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
-    CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
+    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
+    KEYS: gl.constexpr, CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
 
@@ -801,26 +842,39 @@ def _absorb_tile(
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, TILE_N, LAZY)
-    row_bias = None
-    if bias is not None:
-        row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-    if CUT:
-        logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
-    elif MASKED:
-        # In one loop: p from another one would be taken apart and put together again in every step
-        if (n_tile < part.full_begin) | (n_tile >= part.full_end):
-            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
-    HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
-    if KEYS < TILE_N:
-        state = softmax.relaid(state, logits)
-    state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
-    if KEYS < TILE_N:
-        state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
-    acc = columns.wait(product)
-    mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
-    acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
-    return state, acc, _as_operand(p, kept, dropout, ring, acc)
+    if BOUNDED:
+        if MASKED:
+            logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
+            if (n_tile < part.full_begin) | (n_tile >= part.full_end):
+                logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+            p, row_sum = softmax.bounded_of(logits)
+        else:
+            p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
+        state = softmax.update_bounded(state, row_sum)
+        acc = columns.wait(product)
+        mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+        return state, acc, _as_operand(p, kept, dropout, ring, acc)
+    else:
+        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
+        row_bias = None
+        if bias is not None:
+            row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
+        if CUT:
+            logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
+        elif MASKED:
+            # In one loop: p from another one would be taken apart and put together again in every step
+            if (n_tile < part.full_begin) | (n_tile >= part.full_end):
+                logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+        HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
+        if KEYS < TILE_N:
+            state = softmax.relaid(state, logits)
+        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
+        if KEYS < TILE_N:
+            state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
+        acc = columns.wait(product)
+        mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+        acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
+        return state, acc, _as_operand(p, kept, dropout, ring, acc)
 
 
 @gluon.jit
@@ -859,7 +913,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
         columns.store(acc, tile)
     else:
         left_buffer = ring.out_smem.index(left)
-        out_left, out_right = _halves(acc[0]) if len(acc) == 1 else acc
+        out_left, out_right = columns.halves(acc[0]) if len(acc) == 1 else acc
         left_buffer.reshape([ROWS, COLS]).store(out_left.to(tile.dtype))
         tile.slice(0, out_right.shape[1], dim=1).store(out_right.to(tile.dtype))
     fence_async_shared()
@@ -883,23 +937,24 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
 
 @gluon.jit
 def _compute(
-    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout,
+    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, EDGE: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
+    BOUNDED: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile.
 
-    EDGE: a window's left edge cuts one tile of a consumer, its last, or none. HALF_LAST: of two consumers the one that sees the
-    right half of that alone, or -1.
+    CUT_LAST: a window's left edge cuts one tile of a consumer, its last, or none. HALF_LAST: of two consumers the one that sees
+    the right half of that alone, or -1.
     """
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
     HALF_SEEN: gl.constexpr = HALF_FIRST and CONSUMER == 1
     LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N
     LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != CONSUMER
     no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
-    scale_log2 = scores.scale_log2(score_params)
+    if cap is not None:
+        cap = scores.cap_of_lane(cap)
     stream = dropouts.load_stream(dropout, num_heads)
 
     if CONSUMER == NUM_CONSUMERS - 1:
@@ -932,13 +987,8 @@ def _compute(
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    logits = _logits(raw, bias, part, part.end - 1, lengths, slope, score_params, TILE_N, LAZY)
-    if MASK_FIRST:
-        logits = _hide_first(logits, part, part.end - 1, lengths, window, HEADS, TILE_N, EDGE, HALF_SEEN)
-    row_bias = None
-    if bias is not None:
-        row_bias = _row_bias(part, part.end - 1, lengths, slope, TILE_N)
-    state, p = _begin(logits, scale_log2, row_bias, TILE_N, LAZY, MASK_FIRST)
+    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS, TILE_N, LAZY, MASK_FIRST, BOUNDED,
+                      CUT_LAST, HALF_SEEN)  # fmt: skip
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
@@ -947,20 +997,20 @@ def _compute(
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
         # 1 where a window's left edge cuts the last tile: outside of the loop, which has no mask then
-        cut = part.full_begin - part.begin if EDGE else 0
+        cut = part.full_begin - part.begin if CUT_LAST else 0
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
-                TILE_N,
+                cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
+                BOUNDED, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
-        if EDGE:
+        if CUT_LAST:
             if cut > 0:
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
-                    score_params, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY,
-                    False, LAST_KEYS, True, LAST_HALF_SEEN,
+                    score_params, cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS,
+                    LAZY, False, BOUNDED, LAST_KEYS, True, LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -993,19 +1043,14 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        logits = _logits(raw, bias, next_part, next_part.end - 1, next_lengths, next_slope, score_params, TILE_N, LAZY)
-        if MASK_FIRST:
-            logits = _hide_first(logits, next_part, next_part.end - 1, next_lengths, window, HEADS, TILE_N, EDGE, HALF_SEEN)
-        next_row_bias = None
-        if bias is not None:
-            next_row_bias = _row_bias(next_part, next_part.end - 1, next_lengths, next_slope, TILE_N)
-        next_state, p = _begin(logits, scale_log2, next_row_bias, TILE_N, LAZY, MASK_FIRST)
+        next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, score_params, cap, HEADS, TILE_N, LAZY,
+                               MASK_FIRST, BOUNDED, CUT_LAST, HALF_SEEN)  # fmt: skip
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
         acc = columns.wait(product)
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
-        if not LAZY:
+        if not LAZY or BOUNDED:
             state = softmax.join(state)
         if sinks is not None:
             row_layout: gl.constexpr = state.row_max.type.layout
@@ -1080,15 +1125,16 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_
     "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, window, score_params, sinks, dropout,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, window, score_params, cap, sinks, dropout,
     lse_stride, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
     LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, EDGE: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
+    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
-    counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is.
+    counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is. cap: of `scores.cap_of`, or None.
+    BOUNDED: whether it is in base 2, and weights are relative to 0.
 
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
     """
@@ -1105,43 +1151,43 @@ def attention_forward(
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 2)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 2)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, sinks, dropout, HEADS,
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, EDGE, HALF_LAST, BIAS, PACKED, 3)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 

@@ -10,10 +10,12 @@ Training and generation: padding masks (batch, seqlen), packed sequences (cu_seq
 begin anew, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention to
 an encoder. Padded tokens get output 0 with causal or a window. A window counts tokens, not the padding between them, as
 transformers' own flash attention does. Refused: prepared masks of four dims, for what they hide is known to no one; masks that
-a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores.
+a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores; choices of keys, or of
+blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
-Only at position_ids that were made in torch.inference_mode each layer looks anew.
+Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there; with
+fullgraph=True a batch of 1 needs cu_seq_lens_q and its kin.
 """
 
 import torch
@@ -25,6 +27,8 @@ from flashtile.errors import UnsupportedError, ValueRangeError, explain
 
 # Not "flashtile": transformers takes every name with "flash" in it for one of its own, and asks its hub for the kernel.
 NAME = "ftile"
+# Keyword arguments of models that change what attention computes
+_REFUSED = {"position_bias": "a bias of the scores", "indices": "a choice of keys", "block_indices": "a choice of blocks"}
 
 
 def register(name=NAME):
@@ -58,9 +62,10 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     Returns:
         (out (batch, seqlen_q, num_heads, head_dim_v), None).
     """
-    if kwargs.get("position_bias") is not None:
-        raise UnsupportedError(explain("position_bias", "None", f"shape {tuple(kwargs['position_bias'].shape)}",
-                                       'Use attn_implementation="sdpa" for a bias of the scores.'))  # fmt: skip
+    for name, what in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(explain(name, "None", f"shape {tuple(kwargs[name].shape)}",
+                                           f'Use attn_implementation="sdpa" for {what}.'))  # fmt: skip
     if is_causal is None and not hasattr(module, "is_causal"):
         way_out = 'Set it on the module, or use attn_implementation="eager".'
         raise UnsupportedError(explain("module", "an attribute is_causal", type(module).__name__, way_out))
@@ -170,6 +175,7 @@ _paddings = WeakIdKeyDictionary()
 _packings = WeakIdKeyDictionary()
 
 
+@torch.compiler.disable(reason="flashtile looks at the padding in a mask, which a graph can't")
 def _padding(mask):
     if mask.dim() != 2:
         raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(mask.shape)}",
@@ -179,6 +185,8 @@ def _padding(mask):
     return _paddings[mask]
 
 
+@torch.compiler.disable(reason="flashtile looks for packed sequences in the position_ids of a batch of 1, which a graph can't; "
+                               "pass cu_seq_lens_q and its kin, and it does not")  # fmt: skip
 def _packing(position_ids):
     """(cu_seqlens, longest) of positions (1, total) that begin anew, or (None, None)."""
     if position_ids.is_inference():

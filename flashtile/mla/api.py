@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, explain
-from flashtile.mla import ops
+from flashtile.mla import cache, ops
 from flashtile.mla.problem import HEAD_DIM_V, check_int32
+from flashtile.problem import autocast, is_autocast
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def mla_decode(
     """Attention of a few query tokens over a latent cache that all query heads share, in its absorbed form.
 
     Keys are the 576 (or 512) numbers that the cache holds a token, values their first 512. See flashtile/reference/mla.py for
-    how that follows from a model's own keys and values. Not differentiable.
+    how that follows from a model's own keys and values. Not differentiable. Inside torch.autocast q is cast to the
+    cache's dtype, with a packed cache to autocast's.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on a CPU also fp32, fp64), last dim contiguous; seqlen_q 1 to
@@ -88,7 +90,8 @@ def mla_decode(
             and slots past it may hold NaN.
         cache_seqlens: (batch,), int32: tokens in the cache, those of q included; 0 is allowed.
         indices: (batch, seqlen_q, topk), int32, instead of block_table and cache_seqlens: sparse decode over these slots of
-            the cache, page * page_size + offset; entries that are no slot, such as -1, are left out.
+            the cache, page * page_size + offset; entries that are no slot, such as -1, are left out. In any order; in a large
+            cache ascending ones are looked up fastest.
         topk_length: (batch,), int32: of the indices only so many count; default all.
         head_dim_v: 512.
         softmax_scale: multiplies q kᵀ; default head_dim ** -0.5. Models mean the head dim of the unabsorbed form: pass
@@ -108,6 +111,10 @@ def mla_decode(
     """
     _check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
                  cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    if is_autocast(q):
+        # The cache stays what it is
+        packed = kv_cache.dtype in cache.DTYPES
+        q = autocast(q, torch.get_autocast_dtype(q.device.type) if packed else kv_cache.dtype)
     table = None
     if schedule is not None:
         _check_schedule(schedule, q, kv_cache, indices)

@@ -25,8 +25,10 @@ def bind(problem, config, operands):
 def _decode(problem, operands):
     tensors = operands._asdict()
     del tensors["schedule"]
-    out, lse = mla.decode(
-        **tensors, head_dim_v=problem.head_dim_v, softmax_scale=problem.softmax_scale, causal=problem.causal,
-        lse_with_sinks=problem.lse_with_sinks, dtype=torch.promote_types(problem.dtype, torch.float32),
-    )  # fmt: skip
+    # torch.autocast would round the operands of products
+    with torch.autocast("cpu", enabled=False):
+        out, lse = mla.decode(
+            **tensors, head_dim_v=problem.head_dim_v, softmax_scale=problem.softmax_scale, causal=problem.causal,
+            lse_with_sinks=problem.lse_with_sinks, dtype=torch.promote_types(problem.dtype, torch.float32),
+        )  # fmt: skip
     return out.to(problem.dtype), lse.transpose(1, 2).contiguous().transpose(1, 2)

@@ -46,7 +46,7 @@ are not recorded (us; bf16):
 - dense, batch 128, 4096 and 8192 keys, 128 heads (FlashMLA 255, 518): 277, 553; the rotary part of q in registers 279, 559;
   slots given back in quarters 284, 564.
 - packed, two producers of 4 warps, each for half of the values, beside that: from L2 405 to 362 (FlashMLA 346), from memory 420
-  to 449, with an L2 prefetch each 128 bytes 426 (370). What the loads wait for in memory is not known.
+  to 449, with an L2 prefetch each 128 bytes 426 (370).
 - dense, 128 heads, by the clock in the loop: a tile took 2850 clocks, of which tensor cores were busy for 2176, on a chain from
   tile to tile: probabilities 1070, their way to the other partition 80, its acc rescaled 540, its products up to the scores
   1170. With row_max changed rarely and sums apart, 4096 keys 267 to 259, 2 query tokens and 8192 keys 1017 to 980. Without the
@@ -64,12 +64,18 @@ are not recorded (us; bf16):
   bytes, not 64, and after a tile, not before, since loads from shared memory queue behind: 403 (359). What leads to tokens by
   copies, which wait for no load of a piece, and offsets of 32 bits, which end the spills: 386 (362). Tokens side by side not
   divided by a page size: 384 (353). Packed dense, 8192 keys by 16 heads: 362 to 354.
+  What these loads wait for in memory is, by all signs, the translation of addresses. On an H100 396 (362), 2.75 GB of tokens:
+  the 32768 tokens spread over 256 MB 362, over 1 GB 372, over all 382, though L2 holds them. Any tokens with indices that
+  ascend 364, in runs of 4 side by side 366, a tile's 64 out of 1, 4 and 16 stretches of 2 MB 366, 367 and 386: DRAM alone costs
+  4. By ncu it gives 437 MB where 344 are wanted, so row blocks of a token share. They run on one pair of multiprocessors as it
+  is (%smid); placed there by hand 393.
   On top, numbers unpacked to fp16, 4 instructions for 4 numbers instead of 12, with queries and tiles divided by powers of two
   so that fp16 holds them: 379 (328), packed dense 304. That is worth its 100 lines when somebody needs it.
   Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was
   428: a warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the
   unpacked, 16 registers on their way instead of 64: 481 where that was 427.
-Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
+Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`); packed
+pieces of 16 tokens by 256 bytes, not 64 tokens by 64, so that 2 loads of a token need its address translated, not 8.
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
 """

@@ -25,32 +25,50 @@ def chunk_of(rows, block_dim, parts) -> int:
 
 @triton.jit
 def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, num_splits, row_mask, ROWS: tl.constexpr,
-               CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):  # fmt: skip
-    """(ROWS, BLOCK_DIM) fp32 out and (ROWS,) lse; out_ptrs, lse_ptrs: of the rows in slot 0, (ROWS,).
+               CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, LSE_STEP: tl.constexpr):  # fmt: skip
+    """fp32 out (BLOCK_DIM / 4, ROWS, 4) and lse (BLOCK_DIM / 4, ROWS); out_ptrs, lse_ptrs: of the rows in slot 0, (ROWS,).
 
-    Part 0 lies in slot `first`, part i in slot rest + i * step; strides are a slot's.
+    Part 0 lies in slot `first`, part i in slot rest + i * step; strides are a slot's. LSE_STEP: 1 where each lse stands there
+    four times side by side, else 0. Read so, it comes to the threads as out does, four columns each, and a thread merges its
+    columns alone; a single number is led there through shared memory. In this order of dims the threads of a warp share a row.
     """
-    dims = tl.arange(0, BLOCK_DIM)
-    state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
-    acc = tl.zeros((ROWS, BLOCK_DIM), tl.float32)
+    quad = tl.arange(0, 4)[None, None, None, :]
+    # (BLOCK_DIM / 4, 1, 1, 4)
+    dims = 4 * tl.arange(0, BLOCK_DIM // 4)[:, None, None, None] + quad
+    # (BLOCK_DIM / 4, ROWS)
+    nothing = tl.zeros((BLOCK_DIM // 4, ROWS), tl.float32)
+    state = softmax.OnlineSoftmax(nothing + NEG_INF, nothing)
+    acc = tl.zeros((BLOCK_DIM // 4, ROWS, 4), tl.float32)
     for begin in range(0, num_splits, CHUNK):
         splits = begin + tl.arange(0, CHUNK)
         slots = tl.where(splits == 0, first, rest + splits * step).to(tl.int64)
-        mask = (splits < num_splits)[:, None] & row_mask[None, :]
-        # (CHUNK, ROWS)
-        lse = tl.load(lse_ptrs[None, :] + (slots * lse_stride)[:, None], mask=mask, other=NEG_INF) * LOG2_E
-        ptrs = out_ptrs[None, :, None] + (slots * out_stride)[:, None, None] + dims[None, None, :]
-        # (CHUNK, ROWS, BLOCK_DIM); does not wait for lse
-        part = tl.load(ptrs, mask=mask[:, :, None] & (dims < DIM)[None, None, :], other=0.0).to(tl.float32)
-        row_max = tl.maximum(state.row_max, tl.max(lse, 0))
+        mask = (row_mask[:, None] & (splits < num_splits)[None, :])[None, :, :, None]
+        # (BLOCK_DIM / 4, ROWS, CHUNK, 4)
+        ptrs = (lse_ptrs[:, None] + (slots * lse_stride)[None, :])[None, :, :, None] + (dims * 0 + quad * LSE_STEP)
+        lse = tl.load(ptrs, mask=mask, other=NEG_INF)
+        ptrs = (out_ptrs[:, None] + (slots * out_stride)[None, :])[None, :, :, None] + dims
+        part = tl.load(ptrs, mask=mask & (dims < DIM), other=0.0).to(tl.float32)
+        lse = tl.max(lse, 3) * LOG2_E
+        row_max = tl.maximum(state.row_max, tl.max(lse, 2))
         reference = softmax.pivot(row_max)
         correction = tl.exp2(state.row_max - reference)
-        weights = tl.exp2(lse - reference[None, :])
-        part = tl.where((weights > 0.0)[:, :, None], weights[:, :, None] * part, 0.0)
-        acc = acc * correction[:, None] + tl.sum(part, 0)
-        state = softmax.OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(weights, 0))
+        weights = tl.exp2(lse - reference[:, :, None])
+        part = tl.where((weights > 0.0)[:, :, :, None], weights[:, :, :, None] * part, 0.0)
+        acc = acc * correction[:, :, None] + tl.sum(part, 2)
+        state = softmax.OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(weights, 2))
     inverse, lse = softmax.finish(state)
-    return acc * inverse[:, None], lse
+    return acc * inverse[:, :, None], lse
+
+
+@triton.jit
+def store_rows(merged, lse, out_ptrs, lse_ptrs, row_mask, DIM: tl.constexpr):
+    """What `merge_rows` gives, to rows in memory; out_ptrs, lse_ptrs (or None): (ROWS,)."""
+    quads = tl.arange(0, merged.shape[0])[:, None]
+    dims = (4 * quads)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    out_ptrs = out_ptrs[None, :, None] + dims
+    tl.store(out_ptrs, merged.to(out_ptrs.dtype.element_ty), mask=row_mask[None, :, None] & (dims < DIM))
+    if lse_ptrs is not None:
+        tl.store(lse_ptrs[None, :] + quads * 0, lse, mask=row_mask[None, :] & (quads == 0))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -67,10 +85,8 @@ def combine_splits(
     part_lse_ptr = head_ptr(lse_partial, batch, row, head)
     one = tl.arange(0, 1)
     merged, merged_lse = merge_rows(part_ptr + one, part_lse_ptr + one, out_split_stride, lse_split_stride, 0, 0, 1, num_splits,
-                                    one == 0, 1, CHUNK, DIM, BLOCK_DIM)  # fmt: skip
-    dims = tl.arange(0, BLOCK_DIM)[None, :]
-    tl.store(head_ptr(out, batch, row, head) + dims, merged.to(out.ptr.dtype.element_ty), mask=dims < DIM)
-    tl.store(head_ptr(lse, batch, row, head) + one, merged_lse)
+                                    one == 0, 1, CHUNK, DIM, BLOCK_DIM, 0)  # fmt: skip
+    store_rows(merged, merged_lse, head_ptr(out, batch, row, head) + one, head_ptr(lse, batch, row, head) + one, one == 0, DIM)
 
 
 def launch(out_partial, lse_partial, out, lse):
@@ -84,7 +100,7 @@ def launch(out_partial, lse_partial, out, lse):
         return
     out_rows = Rows(out_partial, *out_partial.stride()[1:4])
     lse_rows = Rows(lse_partial, lse_partial.stride(1), lse_partial.stride(3), lse_partial.stride(2))
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = max(4, triton.next_power_of_2(dim))
     launch_now(
         combine_splits, (batch * seqlen_q * heads,),
         (out_rows, lse_rows, rows_of(out), rows_of(lse, lse=True), out_partial.stride(0), lse_partial.stride(0), splits,

@@ -8,8 +8,9 @@ Work is counted in key tiles of such row tiles. BALANCED programs take equal sha
 row tiles and sequences, whatever the lengths are; each computes from the lengths in device memory where its share lies, so
 nobody waits for the host. SIDE neighbours have the same share, each of another head: heads of a key lie side by side in memory
 and are read at the same time. A share's row tiles are whole but for the first and the last; these leave partial results in
-one of two slots of their program, which `merge_parts` merges. With a fixed number of splits each row tile has that many
-programs, and its result depends on its own sequence alone.
+one of two slots of their program. With a fixed number of splits each row tile has that many programs, and its result depends on
+its own sequence alone. Where a row tile has few parts, the program that is the last to store one merges them (`_arrive`), and a
+call is one launch; else `merge_parts`, a kernel after it.
 
 Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
 the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
@@ -40,10 +41,10 @@ warps):
     16, 8k, page 1             -     161      -      -     slot by slot
 
 Earlier, as time over 64x4: 4 stages 1.00 to 1.06; 2 warps 1.01 to 1.15; 64x8 1.01 to 1.27; 32 keys and three programs to an SM
-0.98 to 1.15, four programs 1.02 to 1.35. What did not help: the merge in the kernel itself, by the program that stores a row
-tile's last part. In the loop over key tiles it takes 30.0 us at 8k; behind it (which leaves that loop pipelined, and the host
-3.5 us less to do) 11.5 at 512 keys, 20.1 at 2k, 28.1 at 8k, and with 64 heads there 45.0, where `merge_parts` after it takes
-10.4, 14.1, 22.4 and 22.4: what many programs read at once, one reads chunk by chunk. With a number of the call in place of
+0.98 to 1.15, four programs 1.02 to 1.35. What did not help: the merge in the
+loop over key tiles, 30.0 us at 8k where `merge_parts` after it takes 22.4. Behind the loop, with 16 rows of which 4 count, led
+through shared memory from layout to layout, 11.5 at 512 keys, 20.1 at 2k, 28.1 at 8k, with 64 heads there 45.0 (10.4, 14.1,
+22.4, 22.4). With a number of the call in place of
 counters that are 0 before it takes 4 to 8 us more. A fixed number of splits is no faster than equal shares (1 of them 12.2 at
 512 keys, 16 of them 22.0 at 8k).
 
@@ -68,6 +69,18 @@ ragged 164 to 147; but 32, 2k 257 to 272, and for groups of four no difference: 
 next heads of the same sequence
 taken without looking all up, in the loop of a share: 488 to 855, 478 to 835 (128, 1k; 64, 8k): the loads are no longer made
 ahead.
+
+The merge in the kernel, now: rows that count, lse as wide as out (`merge_rows`), no row tile looked up again, two rounds of 16
+parts at most. us on an H100, single runs, by a second kernel and here, cuDNN in brackets; 32 heads, 8 of keys: 1, 512 10.62,
+10.56 (12.6); 4, 4k 40.6, 39.6 (40.4); 16, 8k 195.1, 193.3 (189.0); 4, 8k with 64 heads 65.3, 64.3 (63.1); 1, 1k with 8 heads
+10.1, 10.3 (11.1). With 35 parts, so in three rounds, 1, 2k 13.9, 14.5, 1, 8k 25.2, 25.7: not there. With 32 parts at once 1, 1k
+11.1: code is read from memory too, where L2 is cold. The host has 3 us less to do.
+A row tile in a loop of its own is 1.5% faster where a share has one or two (16, 8k 192.8 by two kernels where equal shares in
+one loop take 195.8; 64, ragged to 16k 189.6, 179.7). Both loops in one kernel, chosen on the device by how many row tiles a
+share has: 16, 8k 190.6, but 1, 512 11.0, and ragged pages 182 to 188. With one program to each row tile, num_splits=1, 16, 8k
+takes 189.3, 32, 8k 362.7 where it is 365.0 (cuDNN 363.1), and 64 of ragged lengths 238.
+Other tiles on an H100, 16, 8k and 64, 2k with 64 heads, us by two kernels: 128x8 195.8, 196.5; 64x4 197.3, 199.0; 4 stages
+197.3, 196.9; 64x8 with 6 stages 210, 206; 32x4 and four programs an SM 229, 238.
 
 What pages of 64 cost at batch 1 (single runs, not recorded): in processes that measure nothing else 512 keys 9.3 and 9.6, 2k
 12.9 and 13.1, 8k 21.2 and 21.6, 32k 48.6 and 49.6, on three H200s, with pages in any order and wherever they lie: 1 to 5%.
@@ -124,7 +137,7 @@ from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import append
 from flashtile.portable.arguments import layout_of
-from flashtile.portable.combine import chunk_of, merge_rows
+from flashtile.portable.combine import chunk_of, merge_rows, store_rows
 from flashtile.tiles import padded_dim
 
 # Programs of the interpreter: enough to split what its tests have
@@ -132,16 +145,25 @@ INTERPRETED_SMS = 4
 # The most heads whose keys are read side by side: 2 KB of each token
 MAX_SIDE = 8
 # The row tiles whose queries are loaded again with each key tile: they are small
-ONE_LOOP_ROWS = 16
+SMALL_ROWS = tl.constexpr(16)
+LSE_COPIES = tl.constexpr(4)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
+# decode_attention merges where its program has all parts in so many rounds, with so many numbers a thread in each
+MERGE_ROUNDS, MERGED_BY_THREAD = 2, 64
+# Parts at once: where lengths differ a row tile may have more than others
+LEAST_CHUNK = 8
 
 
 class Partial(NamedTuple):
-    """fp32 (slots, TILE_M, HEAD_DIM_V) and (slots, TILE_M); None where nothing is split."""
+    """fp32 (slots, TILE_M, HEAD_DIM_V) and (slots, TILE_M, LSE_COPIES), see `merge_rows`; None where nothing is split.
+
+    counters: int32 (row tiles,), how many parts of each are stored, 0 before and after; None where `merge_parts` merges.
+    """
 
     out: Any
     lse: Any
+    counters: Any
 
 
 class Descales(NamedTuple):
@@ -214,6 +236,13 @@ def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOC
     row_tile = within // tiles
     per_head = 1 if ONE_LOOP else tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
     return Part(batch, row_tile // per_head * SIDE + side, row_tile % per_head, within - row_tile * tiles, tiles)
+
+
+@triton.jit
+def _shares_of(begin, tiles, share_size):
+    """(the first, how many) of the shares that have some of a row tile, whose work begins at `begin`."""
+    first = begin // share_size
+    return first, (begin + tiles - 1) // share_size - first + 1
 
 
 @triton.jit
@@ -357,8 +386,61 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
             tl.store(_row_ptrs(lse, part, lengths, GROUP_SIZE, TILE_M), row_lse, mask=row_mask)
     else:
         places = slot.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        tl.store(partial.lse + places, row_lse, mask=row_mask)
+        copies = row_lse[:, None] + tl.zeros((1, LSE_COPIES), tl.float32)
+        lse_ptrs = partial.lse + places[:, None] * LSE_COPIES + tl.arange(0, LSE_COPIES)[None, :]
+        tl.store(lse_ptrs, copies, mask=row_mask[:, None])
         tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims_v[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _merge(part, first, rest, step, num_parts, rows, exists, lengths, out, lse, partial, DEPENDENT: tl.constexpr,
+           GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+           CHUNK: tl.constexpr):  # fmt: skip
+    """Some rows of a row tile, if it exists, from num_parts partial results; first, rest, step: as for `merge_rows`.
+
+    DEPENDENT: they may still be on their way, of the kernel before.
+    """
+    tokens = (part.m_tile * TILE_M + rows) // GROUP_SIZE
+    row_mask = exists & (rows < TILE_M) & (tokens < lengths.seqlen_q)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    if exists:
+        ROWS: tl.constexpr = rows.shape[0]
+        merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows * LSE_COPIES, TILE_M * HEAD_DIM_V,
+                                        TILE_M * LSE_COPIES, first, rest, step, num_parts, row_mask, ROWS, CHUNK, HEAD_DIM_V,
+                                        BLOCK_DV, 1)  # fmt: skip
+        heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + rows) % GROUP_SIZE
+        rows_q = (lengths.start_q + tokens).to(tl.int64)
+        lse_ptrs = None
+        if lse is not None:
+            lse_ptrs = head_ptr(lse, part.batch, rows_q, heads)
+        store_rows(merged, merged_lse, head_ptr(out, part.batch, rows_q, heads), lse_ptrs, row_mask, HEAD_DIM_V)
+
+
+@triton.jit
+def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, partial, GROUP_SIZE: tl.constexpr,
+            TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+            CHUNK: tl.constexpr):  # fmt: skip
+    """This program has stored its part of row tile `number`; whose part is the last to be there merges all, in their order."""
+    # Of all threads, before one of them tells
+    tl.debug_barrier()
+    if tl.atomic_add(partial.counters + number, 1, sem="acq_rel") == num_parts - 1:
+        tl.store(partial.counters + number, 0)
+        _merge(part, first, rest, step, num_parts, tl.arange(0, ROWS), num_parts > 0, lengths, out, lse, partial, False,
+               GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, CHUNK)  # fmt: skip
+
+
+@triton.jit
+def _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, num_tiles, out, lse,
+                   partial, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   SIDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """`_arrive` of a row tile that a border between shares cuts. begin: where its work begins; cut.end: of how many tiles."""
+    first_share, num_parts = _shares_of(begin, cut.end, shares.share)
+    rest = first_share * SIDE + side
+    lengths = cache.load_cache_lengths(layout, cut.batch, cut.batch < num_sequences, seqlen_q)
+    number = (cut.batch * num_heads_kv + cut.head) * num_tiles + cut.m_tile
+    _arrive(number, cut, num_shares * SIDE + rest, rest, SIDE, num_parts, lengths, out, lse, partial, GROUP_SIZE, TILE_M,
+            HEAD_DIM_V, BLOCK_DV, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit
@@ -376,7 +458,9 @@ def _attend_part(
     end = tl.minimum(first_tile + part.end, visible.end)
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
+    RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS
+    if not RELOAD_Q:
+        q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
     scale = _load_scale(part, score_params, descales)
     slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
@@ -390,6 +474,9 @@ def _attend_part(
         # Read a step ahead: the address of the next tile is known when its load begins
         next_page = _pages_of_tile(layout, part.batch, n_tile + 1, end, lengths, PAGE_SIZE, PAGES, TILE_N)
         col_begin = n_tile * TILE_N
+        if RELOAD_Q:
+            # As part of the pipeline, whose first loads would wait for it
+            q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
         k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
         v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
@@ -406,7 +493,8 @@ def _attend_share(
     shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
     num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share that has some, where no sequence has a second row tile."""
     start = share * shares.share
@@ -419,6 +507,7 @@ def _attend_share(
     cache_row = part.batch
     if PAGE_SIZE == 0:
         cache_row = cache.cache_row(layout, part.batch)
+    first = part
     # of the row tile's
     tile = part.begin
     page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
@@ -456,6 +545,16 @@ def _attend_share(
             tile = part.begin
         last_tile = tl.where(position + 1 < stop, first_tile + part.end, 0)
         page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, PAGES, TILE_N)
+    if partial.counters is not None:
+        # Not in the loop, whose loads would no longer be made ahead
+        for border in range(2):
+            # The row tile that the share's begin cuts, and the one that its end cuts alone
+            cut = Part(tl.where(border == 0, first.batch, part.batch), tl.where(border == 0, first.head, part.head), 0, 0,
+                       tl.where(border == 0, first.end, part.end))  # fmt: skip
+            begin = tl.where(border == 0, start - first.begin, stop - tile)
+            if tl.where(border == 0, first.begin > 0, (tile > 0) & (begin >= start)):
+                _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, 1, out, lse,
+                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, SIDE, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -464,14 +563,15 @@ def decode_attention(
     num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, SIDE: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: Rows or None. partial: Partial.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
     ONE_LOOP: num_tiles is 1, and a share one loop. SIDE: heads side by side, which divides num_heads_kv and the number of
     BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths.
-    HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin.
+    HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are at most, and CHUNK: of its
+    parts at once, where this kernel merges.
     """
     program = tl.program_id(0)
     if HAS_DEPENDENT:
@@ -490,7 +590,8 @@ def decode_attention(
             if position < stop:
                 _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                               descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M,
-                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, SIDE, BATCH_BLOCK)  # fmt: skip
+                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, SIDE, BATCH_BLOCK, ROWS,
+                              CHUNK)  # fmt: skip
         else:
             while position < stop:
                 rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK, False)
@@ -501,6 +602,11 @@ def decode_attention(
                 _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
                              seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
                              HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                if partial.counters is not None:
+                    if not whole:
+                        _arrive_at_cut(rest, position - rest.begin, shares, num_shares, side, layout, seqlen_q, num_sequences,
+                                       num_heads_kv, num_tiles, out, lse, partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV,
+                                       SIDE, ROWS, CHUNK)  # fmt: skip
                 position += end - rest.begin
     else:
         if DEPENDENT:
@@ -515,6 +621,10 @@ def decode_attention(
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                          descales, seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
                          HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+            if partial.counters is not None:
+                number = program // num_splits
+                _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
+                        GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -541,43 +651,30 @@ def merge_parts(
             row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
             per_head = row_tiles // (num_heads_kv // SIDE)
             begin = _at(shares.work_ends, batch, BATCH_BLOCK) + (head // SIDE * per_head + m_tile - row_tiles) * tiles
-            size = tl.maximum(shares.share, 1)
-            share = begin // size
-            parts = (begin + tiles - 1) // size - share + 1
+            share, parts = _shares_of(begin, tiles, tl.maximum(shares.share, 1))
+            part = Part(batch, head, m_tile, 0, tiles)
             is_mine = (m_tile < per_head) & (parts > 1)
         else:
             share = program // SIDE
             side = program % SIDE
             border = (share + 1) * shares.share
-            place = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK, False)
-            batch, head, m_tile = place.batch, place.head, place.m_tile
-            parts = (border - place.begin + place.end - 1) // shares.share - share + 1
-            is_mine = (border < shares.total) & (place.begin > 0) & (place.begin <= shares.share)
+            part = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK, False)
+            _, parts = _shares_of(border - part.begin, part.end, tl.maximum(shares.share, 1))
+            is_mine = (border < shares.total) & (part.begin > 0) & (part.begin <= shares.share)
         rest = share * SIDE + side
         first = num_programs + rest
     else:
         batch, head, m_tile = _row_tile(program, window, num_tiles, num_heads_kv)
+        part = Part(batch, head, m_tile, 0, 0)
         first = program * num_splits
         rest = first
         parts = num_splits
         is_mine = batch < num_sequences
-    lengths = cache.load_cache_lengths(layout, batch, is_mine, seqlen_q)
+    lengths = cache.load_cache_lengths(layout, part.batch, is_mine, seqlen_q)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    tokens = (m_tile * TILE_M + rows) // GROUP_SIZE
-    row_mask = is_mine & (rows < TILE_M) & (tokens < lengths.seqlen_q)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-    if is_mine:
-        step: tl.constexpr = SIDE if BALANCED else 1
-        merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows, TILE_M * HEAD_DIM_V, TILE_M, first,
-                                        rest, step, parts, row_mask, ROWS, CHUNK, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
-        heads = head * GROUP_SIZE + (m_tile * TILE_M + rows) % GROUP_SIZE
-        rows_q = (lengths.start_q + tokens).to(tl.int64)
-        dims = tl.arange(0, BLOCK_DV)
-        mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
-        tl.store(head_ptr(out, batch, rows_q, heads)[:, None] + dims[None, :], merged.to(out.ptr.dtype.element_ty), mask=mask)
-        if lse is not None:
-            tl.store(head_ptr(lse, batch, rows_q, heads), merged_lse, mask=row_mask)
+    step: tl.constexpr = SIDE if BALANCED else 1
+    _merge(part, first, rest, step, parts, rows, is_mine, lengths, out, lse, partial, DEPENDENT, GROUP_SIZE, TILE_M, HEAD_DIM_V,
+           BLOCK_DV, CHUNK)  # fmt: skip
 
 
 class Call:
@@ -600,31 +697,32 @@ class Call:
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.tile_m
-        self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + 1))
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
         # Programmatic dependent launch
         dependent = device.sm >= 90
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
+        self.has_merge = plan.slots > 0 and not plan.chunk
+        block_dv = padded_dim(problem.head_dim_v, 2)
+        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
+        self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
-            "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "BALANCED": plan.balanced,
+            "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": block_dv, "BALANCED": plan.balanced,
             "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
             "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == ONE_LOOP_ROWS, "DEPENDENT": dependent and after_append,
-            "HAS_DEPENDENT": dependent and plan.slots > 0,
+            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "DEPENDENT": dependent and after_append,
+            "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "CHUNK": plan.chunk,
         }  # fmt: skip
-        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
-        parts = plan.num_splits or plan.num_programs // max(row_tiles, 1) + 2
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
         rows_at_once = 1 if by_tile else min(triton.next_power_of_2(rows), MERGED_AT_ONCE)
-        chunk = chunk_of(rows_at_once, self.merge_constexprs["BLOCK_DV"], parts)
+        chunk = chunk_of(rows_at_once, block_dv, plan.parts)
         self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
         self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once))
@@ -645,12 +743,12 @@ class Call:
             if self.problem.varlen:
                 lse.fill_(float("-inf"))
         q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
-        partial = self.new_partial(q) if self.partial_rows else None
-        self.launches.run(*operands, out, lse, q_rotated, partial)
+        partial, stored = self.new_partial(q) if self.partial_rows else (None, None)
+        self.launches.run(*operands, out, lse, q_rotated, partial, stored)
         return out, lse
 
     def start(self, launch, *tensors):
-        *operands, out, lse, q, partial = tensors
+        *operands, out, lse, q, partial, stored = tensors
         operands = CacheOperands(*operands)
         if q is None:
             q = operands.q
@@ -661,8 +759,10 @@ class Call:
         problem = self.problem
         # Descales are known on the device alone
         score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0 or problem.has_descale)
-        results = (rows_of(out), None if lse is None else rows_of(lse, lse=True),
-                   Partial(None, None) if partial is None else Partial(partial[self.partial_rows :], partial))  # fmt: skip
+        parts = Partial(None, None, None)
+        if partial is not None:
+            parts = Partial(partial[self.partial_rows * LSE_COPIES.value :], partial, stored)
+        results = rows_of(out), None if lse is None else rows_of(lse, lse=True), parts
         layout, window = layout_of(problem, operands), Window(*problem.window)
         descales = Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
         launch(
@@ -671,7 +771,7 @@ class Call:
              operands.sinks, descales, *self.shape),
             self.constexprs, **self.options,
         )  # fmt: skip
-        if partial is not None:
+        if self.has_merge:
             launch(merge_parts, self.merge_grid, (*results, layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
 
@@ -684,7 +784,11 @@ def tokens_of_tile(tile_m, group_size) -> int:
 
 
 class PartsPlan(NamedTuple):
-    """How row tiles are divided among programs. side: heads side by side. slots: of partial results, 0 where none is split."""
+    """How row tiles are divided among programs. side: heads side by side. slots: of partial results, 0 where none is split.
+
+    parts: of a row tile, about, where all sequences are as long. chunk: of these at once, where the kernel itself merges; 0
+    where another does, or nothing is split.
+    """
 
     balanced: bool
     side: int
@@ -692,19 +796,30 @@ class PartsPlan(NamedTuple):
     num_tiles: int
     num_splits: int
     slots: int
+    parts: int = 1
+    chunk: int = 0
 
 
 def plan_parts(problem, config, num_sms) -> PartsPlan:
     """From shapes alone: lengths are on the device."""
     num_tiles = -(-problem.seqlen_q * problem.group_size // config.tile_m)
     row_tiles = problem.batch * problem.num_heads_kv * num_tiles
-    if problem.num_splits:
-        slots = row_tiles * problem.num_splits if problem.num_splits > 1 else 0
-        return PartsPlan(False, 1, row_tiles * problem.num_splits, num_tiles, problem.num_splits, slots)
-    resident = num_sms * config.programs_per_sm
-    side = next(n for n in range(min(MAX_SIDE, resident), 0, -1) if problem.num_heads_kv % n == 0)
-    most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
-    if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
-        return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
-    num_programs = min(resident // side, most) * side
-    return PartsPlan(True, side, num_programs, num_tiles, 0, 2 * num_programs)
+    splits = problem.num_splits
+    if splits:
+        slots = row_tiles * splits if splits > 1 else 0
+        plan = PartsPlan(False, 1, row_tiles * splits, num_tiles, splits, slots, splits)
+    else:
+        resident = num_sms * config.programs_per_sm
+        side = next(n for n in range(min(MAX_SIDE, resident), 0, -1) if problem.num_heads_kv % n == 0)
+        most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
+        if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
+            return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
+        num_programs = min(resident // side, most) * side
+        plan = PartsPlan(True, side, num_programs, num_tiles, 0, 2 * num_programs, num_programs // max(row_tiles, 1) + 2)
+    # With fp32 tiles the loop leaves no registers free
+    if plan.slots == 0 or config.tile_m > SMALL_ROWS.value or problem.out_dtype.itemsize > 2:
+        return plan
+    rows = triton.next_power_of_2(max(1, min(config.tile_m, problem.seqlen_q * problem.group_size)))
+    at_once = MERGED_BY_THREAD * 32 * config.num_warps // (rows * padded_dim(problem.head_dim_v, 2))
+    few = at_once > 1 and plan.parts <= MERGE_ROUNDS * at_once
+    return plan._replace(chunk=min(max(LEAST_CHUNK, triton.next_power_of_2(plan.parts)), at_once) if few else 0)

@@ -5,3 +5,7 @@ what the three share, under the names of `flashtile.device`. Tensors inside are 
 queries and (batch, heads_kv, cols, dims) for keys and values: the query heads of a group read the same keys, so an einsum
 over "bhg.." and "bh.." is grouped-query attention, without a repeated copy of k and v.
 """
+
+from flashtile import lazy
+
+__getattr__ = lazy.modules(__name__, "fa1", "fa2", "kvcache", "mla", "naive")

@@ -76,8 +76,9 @@ def append(operands, problem, before, stops):
             new = (x[b] if operands.cu_seqlens_k_new is None else x[_rows(operands.cu_seqlens_k_new, b)])[: stop - old]
             if x is operands.k and operands.rotary_cos is not None:
                 new = rotate(new.to(wide_dtype(problem.out_dtype)), operands, problem, position)
-            if cache.dtype == FP8 and x.dtype != FP8:
-                new = new.float() if descale is None else new.float() / descale[b][:, None]
+            if cache.dtype == FP8:
+                new = new.float() if descale is None or x.dtype == FP8 else new.float() / descale[b][:, None]
+                # Also what a rotation made larger: older torch gives nan there, a GPU the limit
                 limit = torch.finfo(FP8).max
                 new = new.clamp(-limit, limit)
             row, place = _places(slots, operands, b)

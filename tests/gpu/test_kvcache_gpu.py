@@ -4,6 +4,7 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -107,12 +108,41 @@ def test_fixed_splits_do_not_depend_on_the_batch(seqlen_q):
 @pytest.mark.parametrize("num_splits", [0, 5])
 @pytest.mark.parametrize("batch", [1, 40])
 def test_bits_repeat(batch, num_splits):
-    """100 runs, the same bits: a race would move them."""
-    tensors, options = serving_call(batch)
-    first = flashtile.attention_with_kvcache(*tensors, num_splits=num_splits, return_lse=True, **options)
-    for _ in range(99):
-        again = flashtile.attention_with_kvcache(*tensors, num_splits=num_splits, return_lse=True, **options)
+    """100 runs, the same bits: a race would move them. Queries take turns, so that a stale partial result is another one."""
+    (q, *rest), options = serving_call(batch)
+    queries, firsts = (q, q.flip(2)), [None, None]
+    for i in range(200):
+        again = flashtile.attention_with_kvcache(queries[i % 2], *rest, num_splits=num_splits, return_lse=True, **options)
+        first = firsts[i % 2] = firsts[i % 2] or again
         assert all(torch.equal(x, y) for x, y in zip(first, again))
+    assert not torch.equal(firsts[0][0], firsts[1][0])
+
+
+@pytest.mark.parametrize(("lengths", "capacity"), [((450,), 500), ((3, 480, 40, 300), 500), ((640, 2900, 1, 1500) * 4, 3000)])
+def test_the_last_to_end_merges(lengths, capacity, poisoned):
+    """Parts merged in the kernel, by whoever is last, against float64: new data in each call, results and scratch poisoned."""
+    from flashtile.portable.decode import Call
+
+    batch, draw = len(lengths), torch.Generator("cuda").manual_seed(0)
+    chunks, init = [], Call.__init__
+
+    def watched(self, *arguments):
+        init(self, *arguments)
+        chunks.append(self.constexprs["CHUNK"])
+
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    with mock.patch.object(Call, "__init__", watched):
+        for _ in range(30):
+            q = torch.randn(batch, 1, 8, 128, device="cuda", dtype=torch.bfloat16, generator=draw)
+            k, v = torch.randn(2, batch, capacity, 2, 128, device="cuda", dtype=torch.bfloat16, generator=draw).unbind()
+            out = flashtile.attention_with_kvcache(q, k, v, cache_seqlens=cache_seqlens)
+            expected = torch.stack([
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[b].transpose(0, 1).double(), *(x[b, :n].transpose(0, 1).repeat_interleave(4, 0).double() for x in (k, v))
+                ).transpose(0, 1) for b, n in enumerate(lengths)
+            ])  # fmt: skip
+            torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=2e-3)
+    assert chunks and all(chunks)
 
 
 @pytest.mark.parametrize("num_splits", [0, 6])

@@ -58,6 +58,7 @@ LARGE = (
     MlaCase("rows_1024", lengths=(700, 64), heads=128, seqlen_q=8, causal=True),
     MlaCase("long", lengths=(262144,), heads=16),
     MlaCase("many_sequences", lengths=tuple(range(0, 3000, 10)), heads=16),
+    MlaCase("pieces_of_22_parts", lengths=(8192, 8000, 7900), heads=128),
 )
 
 

@@ -37,7 +37,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     lengths = taken.sum(-1, dtype=torch.int32)
     indices = taken.flatten().nonzero().flatten()
     return (
-        index_first_axis(hidden_states.flatten(0, 1), indices), indices, _cu_seqlens(lengths), int(lengths.max()),
+        index_first_axis(hidden_states.flatten(0, 1), indices), indices, _cu_seqlens(lengths), _longest(lengths),
         attention_mask.sum(-1, dtype=torch.int32),
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     indices = is_token.flatten().nonzero().flatten()
     lengths = attention_mask_in_length.flatten()
     lengths = lengths[lengths > 0]
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _cu_seqlens(lengths), int(lengths.max())
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, _cu_seqlens(lengths), _longest(lengths)
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
@@ -66,3 +66,8 @@ def pad_input(hidden_states, indices, batch, seqlen):
 
 def _cu_seqlens(lengths):
     return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _longest(lengths):
+    """0 of no sequences."""
+    return int(F.pad(lengths, (0, 1)).max())

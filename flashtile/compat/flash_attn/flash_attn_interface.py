@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import api, ops
-from flashtile.errors import UnsupportedError, explain
+from flashtile.errors import DtypeError, UnsupportedError, explain
 from flashtile.problem import HEAD_DIM_MULTIPLE, INT32_MAX, AttentionProblem, Operands
 from flashtile.reference.dropout import keep_scale
 from flashtile.reference.lengths import sequences
@@ -108,8 +108,8 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
     if block_table is not None:
         out, lse, empty, _ = _flash_attn_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, *window_size,
-            softcap, alibi_slopes, block_table=block_table,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            *_sides(window_size), softcap, alibi_slopes, block_table=block_table,
         )  # fmt: skip
         return (out, lse, empty) if return_attn_probs else out
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
@@ -310,7 +310,15 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
 
 def _window(window_size, seqlen_k):
     """flash_attn's window in flashtile's words."""
-    return tuple(None if side < 0 else _unless_all(side, seqlen_k) for side in map(_as_int, window_size))
+    return tuple(None if side < 0 else _unless_all(side, seqlen_k) for side in _sides(window_size))
+
+
+def _sides(window_size):
+    """The two numbers of a window."""
+    sides = tuple(map(_as_int, window_size)) if isinstance(window_size, (tuple, list, torch.Tensor)) else ()
+    if len(sides) != 2 or not all(isinstance(side, (int, torch.SymInt)) for side in sides):
+        raise DtypeError(explain("window_size", "a pair (left, right) of ints", repr(window_size), "Unbounded is (-1, -1)."))
+    return sides
 
 
 def _unless_all(side, seqlen_k):
