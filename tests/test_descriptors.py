@@ -80,7 +80,9 @@ def test_who_sees_half_of_a_first_tile(lengths, window):
     problem = AttentionProblem(1, seqlen_q, seqlen_k, 2, 2, DIM, DIM, torch.bfloat16, softmax_scale=1.0, window=window)
     config = hopper_config(problem, hardware.by_name("H200"))
     half = arguments._half_first(problem, config)
-    assert half == (window[1] == 0 and lengths in [(256, 256), (300, 300), (300, 428), (428, 300), (129, 1), (2048, 2048)])
+    # With more keys only under a window
+    aligned = lengths not in [(200, 256), (2304, 2304)] or lengths == (2304, 2304) and window[0] is not None
+    assert half == (window[1] == 0 and aligned)
     left, right = window
     shift = seqlen_k - seqlen_q
     for first in range(0, seqlen_q, config.tile_m) if half else ():
@@ -89,3 +91,39 @@ def test_who_sees_half_of_a_first_tile(lengths, window):
         seen = range(first_key, min(rows[-1] + shift + right + 1, seqlen_k))
         last_tile = max(seen, default=0) // config.tile_n
         assert not any(key % config.tile_n >= config.tile_n // 2 for key in seen if key // config.tile_n == last_tile)
+
+
+@pytest.mark.parametrize(
+    "window", [(127, 0), (128, 0), (191, 0), (192, 0), (130, 0), (60, 0), (255, 64), (255, 30), (128, None)]
+)
+@pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (300, 428), (300, 364), (428, 300), (129, 1), (700, 700)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_which_tiles_a_left_edge_cuts(lengths, window, head_dim):
+    """Of a consumer only the last tile, and not the first; half of it where the other half is left out."""
+    from flashtile import hardware
+    from flashtile.hopper import arguments
+    from flashtile.problem import AttentionProblem
+    from flashtile.tiles import hopper_config
+
+    (seqlen_q, seqlen_k), (left, right) = lengths, window
+    shift, right = seqlen_k - seqlen_q, seqlen_k if right is None else right
+    problem = AttentionProblem(1, *lengths, 2, 2, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0, window=window)
+    config = hopper_config(problem, hardware.by_name("H200"))
+    cut, half = arguments._cut_last(problem, config), arguments._half_last(problem, config)
+    tile_n = config.tile_n
+    assert cut == (shift >= 0 and left >= tile_n - 1 and (shift - left) % ROWS in (0, 1))
+    assert (half >= 0) == (cut and head_dim == 128)
+    for first in range(0, seqlen_q, ROWS) if cut else ():
+        last = min(first + ROWS, seqlen_q) - 1
+        begin, end = max(0, first + shift - left), min(last + shift + right + 1, seqlen_k)
+        hidden = [key for key in range(begin, end) if key < last + shift - left]
+        if not hidden:
+            continue
+        (tile,) = {key // tile_n for key in hidden}
+        assert tile == begin // tile_n < (end - 1) // tile_n
+        # No key of it lies right of the diagonal's side of the window
+        assert (tile + 1) * tile_n <= min(first + shift + right + 1, seqlen_k)
+        if half == first // ROWS % 2:
+            assert begin % tile_n >= tile_n // 2
+        elif half >= 0:
+            assert hidden[-1] % tile_n < tile_n // 2

@@ -25,12 +25,14 @@ HERE = Path(__file__).parent
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
           ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120, ("short", 192): 112,
           ("bias", 64): 8, ("packed", 64): 16, ("packed", 256): 32, ("short packed", 192): 112,
-          ("softcap", 64): 24, ("softcap", 128): 8, ("softcap", 256): 184, ("columns", 256): 8}  # fmt: skip
+          ("softcap", 64): 24, ("softcap", 128): 8, ("softcap", 256): 184, ("columns", 256): 8, ("window", 64): 32,
+          ("window", 192): 72}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
                        ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24,
                        ("packed", 64): 88, ("packed", 128): 40, ("short packed", 128): 40,
-                       ("packed", 256): 56, ("softcap", 64): 48, ("softcap", 128): 16}  # fmt: skip
+                       ("packed", 256): 56, ("softcap", 64): 48, ("softcap", 128): 16, ("window", 64): 88,
+                       ("window", 128): 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -45,6 +47,8 @@ OPTIONS = {
     "columns": {"causal": True},
     # few keys: half of a diagonal's tile
     "short": {"causal": True},
+    # whose edges cut the first and the last tile of a consumer
+    "window": {"window": (1023, 0)},
     "packed": {"causal": True},
     "short packed": {"causal": True},
 }
@@ -85,6 +89,8 @@ def _calls():
             yield number, "short packed"
         if row.dims is None and row.causal in (None, True) and row.max_seqlen is None:
             yield number, "packed"
+        if not row.config.lazy:
+            yield number, "window"
 
 
 def _compile(call):

@@ -111,3 +111,9 @@ def visible_keys(rows, cols, lengths, window, first_col=0):
     if window.left is not None:
         mask = mask & (cols >= rows + (shift - window.left))
     return mask
+
+
+@triton.jit
+def right_of_left_edge(rows, cols, lengths, window, first_col):
+    """`visible_keys` of keys that lie left of the right edge and of the end."""
+    return cols >= rows + (lengths.seqlen_k - lengths.seqlen_q - first_col - window.left)

@@ -228,16 +228,22 @@ def update_bounded(state, row_sum):
 
 
 @gluon.jit
-def widened(state, p, layout: gl.constexpr):
-    """State and p of `begin_apart` of the left half of a tile as those of the whole, of that layout: the rest is hidden.
+def relaid(state, logits):
+    """state of `update_apart`, in the layout of logits; every element stays in its register."""
+    like = nothing_apart(logits)
+    row_max = gl.convert_layout(state.row_max, like.row_max.type.layout)
+    return OnlineSoftmax(row_max, gl.convert_layout(state.row_sum, like.row_sum.type.layout))
+
+
+@gluon.jit
+def widened(state, p, layout: gl.constexpr, RIGHT: gl.constexpr = False):
+    """State and p of the left half of a tile, or the RIGHT, as those of the whole, of that layout: the rest is hidden.
 
     Every element stays in its register.
     """
-    p = gl.join(p, gl.zeros_like(p)).permute((0, 2, 1)).reshape([p.shape[0], 2 * p.shape[1]])
-    p = gl.convert_layout(p, layout)
-    like = nothing_apart(p)
-    row_max = gl.convert_layout(state.row_max, like.row_max.type.layout)
-    return OnlineSoftmax(row_max, gl.convert_layout(state.row_sum, like.row_sum.type.layout)), p
+    nothing = gl.zeros_like(p)
+    p = gl.convert_layout(columns.beside(nothing, p) if RIGHT else columns.beside(p, nothing), layout)
+    return relaid(state, p), p
 
 
 @gluon.jit

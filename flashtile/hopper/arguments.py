@@ -168,14 +168,34 @@ def _shift(problem):
 def _half_first(problem, config):
     """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
 
-    With many keys that was no gain, nor with a softcap or ALiBi: see forward.py.
+    With many keys that was no gain but under a window, nor with a softcap or ALiBi: see forward.py.
     """
     shift = _shift(problem)
     return (
-        problem.causal and shift is not None and shift % config.tile_n == 0 and problem.seqlen_k <= 2048
+        problem.causal and shift is not None and shift % config.tile_n == 0
+        and (problem.seqlen_k <= 2048 or problem.window[0] is not None)
         and config.queries == 2 * ROWS == config.tile_n and not config.lazy
         and not problem.softcap and not problem.has_alibi and not problem.dropout_p
     )  # fmt: skip
+
+
+def _cut_last(problem, config):
+    """Whether the left edge of a window cuts one key tile of a consumer at most: its last, and never its first."""
+    left, right = problem.window
+    shift, queries = _shift(problem), ROWS // config.heads
+    return (
+        left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
+        and shift is not None and shift >= 0 and (shift - left) % queries in (0, 1)
+        and not config.lazy and not problem.softcap and not problem.dropout_p
+    )  # fmt: skip
+
+
+def _half_last(problem, config):
+    """Which of two consumers takes the right half of a tile that the left edge cuts alone: it sees no more; -1 for none."""
+    two = config.queries == 2 * ROWS == config.tile_n
+    if not two or not _cut_last(problem, config) or problem.has_alibi:
+        return -1
+    return 1 - (_shift(problem) - problem.window[0]) % config.tile_n // ROWS
 
 
 def _bias_product(problem, block_d, block_dv):
@@ -231,7 +251,8 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     queries, shift = ROWS // config.heads, _shift(problem)
     # The queries of a consumer on an aligned diagonal cut one key tile, on another two
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
-    mask_others = left is not None or not aligned
+    cut_last = _cut_last(problem, config) and not bias
+    mask_others = left is not None and not cut_last or not aligned
     cap, bounded = _capped(problem, config, mask_others)
     arguments = (
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
@@ -252,6 +273,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
         "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
+        "CUT_LAST": cut_last, "HALF_LAST": _half_last(problem, config),
         "BIAS": bias,
         "BOUNDED": bounded,
     }  # fmt: skip

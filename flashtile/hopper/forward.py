@@ -138,6 +138,17 @@ cuDNN and FA3 beside it, each once):
   241.9; 1024 keys of head dim 96 133.6 to 130.1, of 192/128 186.5 to 174.5. With more keys nothing or less than that: 4096 444
   and 445, 8192 834 and 843, 16384 1626 and 1650; 192/128, 8192 keys 487 and 486. With a softcap 322 to 351, with ALiBi 253 to
   266, so not there; why is not known.
+- windows of whole halves of a tile (1023 or 1024 keys to the left): the tile that the left edge cuts has a step of its own
+  behind the loop, which has no mask then; the half tiles at both ends, one of each consumer, stand alone, whatever the length;
+  a mask has one comparison an element, not two, in only the half of a tile that an edge cuts. All the same bits. By the clock
+  in the kernel a tile of a window of 1024 takes 26,620 clocks before, 23,930, and 23,080 with masks of half a tile (a full
+  step takes 2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code
+  differs by 4%: 1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to
+  698, 778 to 709; (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to
+  242; 192/128, 8192 of 32k equal; with a softcap equal, so not there. The step behind the loop alone 248 of 276, of 256 keys
+  128 of 130, and with half of it 123; the first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the
+  border, where both consumers wait for the one with the whole first tile: received 460, its turn 350, products started 820,
+  softmax 1340, out stored 1050, back in the loop 460.
 - ALiBi where no key right of the diagonal is seen: a product of 16 columns more adds slope times the key's place in its tile
   (the slope in three parts of bf16; places are exact), and the softmax a number a row: 14 instructions a step beside those
   without ALiBi, where there were 98. us, in brackets without ALiBi: 2 x 8192 head dim 128 960 to 876 (891), 64 1280 to 1101
@@ -186,9 +197,14 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   with 104 registers, where p and the next scores side by side take 110, so the products of a consumer one after the other,
   without turns. us, causal 512 keys 124 to 117, but full 512 166 to 170, causal 1024 183 to 190, 2048 311 to 340, full 8192
   2009 to 2430: four consumers that hide each other's waits are no substitute for products in flight under a softmax.
-- a window of 1024 of 16k keys, head dim 128: 254 us where plain causal takes 1606, so 1.31 of its visible work (1.43 where both
-  take turns at the power limit, ratios.json). By windows of 128 to 4096 a tile of queries takes 3.5 to 4 us beside its steps of
-  1.35 us, and a window of 1024 has 9 of these for 8 that count; a masked step has 260 instructions more.
+- a window of 1024 of 16k keys, head dim 128, as it was before the tile that its edge cuts left the loop (see above): 254 us
+  where plain causal takes 1606, so 1.31 of its visible work (1.43 where both take turns at the power limit, ratios.json).
+- there, and not kept (H100, us, as above, 248): tiles in rising order, and 1, 4, 8, 16 heads to a group, 245 to 256; keys and
+  values of one head for all, so that they come from L2, 230 (before 265 of 276), and full calls of as many tiles, 9 steps each,
+  without a mask 247, all from L2 237: memory is not what is missing. Key tiles half a tile further left, so that consumers have
+  their half steps, and borders, one after the other: 23,980 clocks a tile instead of 23,080, of 256 keys 11,510 instead of
+  10,030. Consumers with their rows exchanged, so that the one with a whole first tile has its turn first: 22,780, of 256 keys
+  10,090, with the same bits; its time was taken once (232 of 251 us), so not followed up.
 - head dim 128 with 3 consumers of 64 keys (4 or 3 stages) against 2 of 128, which have longer chains (us, 9 shuffled rounds):
   softcap causal 2 x 8192 1149 to 1159, 1200, full 4 x 2048 278 to 346, 322; a window of 1024 of 16k keys 244 to 250, 255;
   causal 8192 757 to 793, 784, 1024 133 to 162, 161; ALiBi 758 to 806, 810.
@@ -261,6 +277,7 @@ from flashtile.device.compat import (
 )
 from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
+from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
 from flashtile.hopper import boxes
@@ -579,11 +596,12 @@ def _load_left(ring, left, phase, TILE_N: gl.constexpr, pred):
 
 
 @gluon.jit
-def _first_keys(tile, KEYS: gl.constexpr):
+def _some_keys(tile, KEYS: gl.constexpr, LAST: gl.constexpr):
+    """The first KEYS rows of a tile, or the last."""
     if KEYS == tile.shape[0]:
         return tile
     else:
-        return tile.slice(0, KEYS, dim=0)
+        return tile.slice(tile.shape[0] - KEYS if LAST else 0, KEYS, dim=0)
 
 
 @gluon.jit
@@ -622,8 +640,8 @@ def _row_bias(part, n_tile, lengths, slope, TILE_N: gl.constexpr):
 
 @gluon.jit
 def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-                  KEYS: gl.constexpr):  # fmt: skip
-    """Start q kᵀ of the first KEYS keys of a step, of LIVE_D columns, and what adds the bias; the keys must be there.
+                  KEYS: gl.constexpr, LAST: gl.constexpr = False):  # fmt: skip
+    """Start q kᵀ of a step's first KEYS keys, or LAST, of LIVE_D columns, and what adds the bias; the keys must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
@@ -636,7 +654,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         q = ring.q_rest_smem.index(q_slot).reshape([ROWS, REST])
     else:
         q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
-    k = _first_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS)
+    k = _some_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS, LAST)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, layout)
     if bias is not None:
         # Last: sums are cut to 24 bits at each 16 columns
@@ -650,7 +668,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
     else:
         raw = warpgroup_mma(q_left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        k_rest = _first_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS)
+        k_rest = _some_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS, LAST)
         return warpgroup_mma(q, k_rest.permute((1, 0)), raw, is_async=True)
 
 
@@ -710,6 +728,35 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
 
 
 @gluon.jit
+def _hide_first(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CUT_LAST: gl.constexpr,
+                HALF_SEEN: gl.constexpr):  # fmt: skip
+    """`_hide` of a first tile. CUT_LAST: no key of it lies left of the window. HALF_SEEN: then its left half is seen."""
+    if CUT_LAST:
+        layout: gl.constexpr = logits.type.layout
+        rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+        cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
+        seen = masks.visible_keys(rows, cols, lengths, Window(None, window.right), n_tile * TILE_N)
+        if HALF_SEEN:
+            # The compiler knows which: of a column's bits only the last few depend on the thread
+            seen = seen | (cols < TILE_N // 2)
+        return gl.where(seen, logits, NEG_INF)
+    else:
+        return _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+
+
+@gluon.jit
+def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, HALF_SEEN: gl.constexpr):
+    """logits of a tile's last keys, -inf left of the window; the rest is seen, and with HALF_SEEN all of the right half."""
+    layout: gl.constexpr = logits.type.layout
+    rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
+    cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
+    seen = masks.right_of_left_edge(rows, cols, lengths, window, (n_tile + 1) * TILE_N - logits.shape[1])
+    if HALF_SEEN:
+        seen = seen | (cols >= TILE_N // 2)
+    return gl.where(seen, logits, NEG_INF)
+
+
+@gluon.jit
 def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
     """Which weights of a step dropout keeps, for `_as_operand`; without dropout a placeholder. Under products."""
     if dropout.rng_state is None:
@@ -755,8 +802,9 @@ def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexp
 
 @gluon.jit
 def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl.constexpr, TILE_N: gl.constexpr,
-           LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr):  # fmt: skip
-    """State and p of the first step of a part."""
+           LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr, CUT_LAST: gl.constexpr,
+           HALF_SEEN: gl.constexpr):  # fmt: skip
+    """State and p of the first step of a part. CUT_LAST, HALF_SEEN: of `_hide_first`."""
     n_tile = part.end - 1
     if BOUNDED:
         if MASKED:
@@ -768,7 +816,7 @@ def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl
     else:
         logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
         if MASKED:
-            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+            logits = _hide_first(logits, part, n_tile, lengths, window, HEADS, TILE_N, CUT_LAST, HALF_SEEN)
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
@@ -780,12 +828,16 @@ def _absorb_tile(
     ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, cap, stream, dropout,
     num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
     CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
+    KEYS: gl.constexpr, CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
-    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys."""
+    """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
+
+    CUT: a window's left edge cuts its tile, of which the last KEYS may be seen, and with HALF_SEEN the right half is.
+    """
     slot, phase = _slot(step, NUM_STAGES)
     mbarrier.wait(ring.k_ready.index(slot), phase)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, TILE_N)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, CUT)
     product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
@@ -807,12 +859,18 @@ def _absorb_tile(
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-        if MASKED:
+        if CUT:
+            logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
+        elif MASKED:
             # In one loop: p from another one would be taken apart and put together again in every step
             if (n_tile < part.full_begin) | (n_tile >= part.full_end):
                 logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
         HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
-        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED, HOLD)
+        if KEYS < TILE_N:
+            state = softmax.relaid(state, logits)
+        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
+        if KEYS < TILE_N:
+            state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
         acc = columns.wait(product)
         mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
         acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
@@ -882,11 +940,18 @@ def _compute(
     out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
     HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
+    BOUNDED: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile."""
+    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile.
+
+    CUT_LAST: a window's left edge cuts one tile of a consumer, its last, or none. HALF_LAST: of two consumers the one that sees
+    the right half of that alone, or -1.
+    """
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
+    HALF_SEEN: gl.constexpr = HALF_FIRST and CONSUMER == 1
+    LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N
+    LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != CONSUMER
     no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
     if cap is not None:
         cap = scores.cap_of_lane(cap)
@@ -922,7 +987,8 @@ def _compute(
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS, TILE_N, LAZY, MASK_FIRST, BOUNDED)
+    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS, TILE_N, LAZY, MASK_FIRST, BOUNDED,
+                      CUT_LAST, HALF_SEEN)  # fmt: skip
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
@@ -930,13 +996,22 @@ def _compute(
         acc = no_values
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
-        for step in range(last_step - part.end + 2, last_step - part.begin + 1):
+        # 1 where a window's left edge cuts the last tile: outside of the loop, which has no mask then
+        cut = part.full_begin - part.begin if CUT_LAST else 0
+        for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
                 cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
-                BOUNDED,
+                BOUNDED, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
+        if CUT_LAST:
+            if cut > 0:
+                state, acc, p = _absorb_tile(
+                    ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
+                    score_params, cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS,
+                    LAZY, False, BOUNDED, LAST_KEYS, True, LAST_HALF_SEEN,
+                )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
         index += 1
@@ -969,7 +1044,7 @@ def _compute(
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, score_params, cap, HEADS, TILE_N, LAZY,
-                               MASK_FIRST, BOUNDED)  # fmt: skip
+                               MASK_FIRST, BOUNDED, CUT_LAST, HALF_SEEN)  # fmt: skip
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
@@ -1055,7 +1130,7 @@ def attention_forward(
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
     LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
+    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is. cap: of `scores.cap_of`, or None.
@@ -1078,10 +1153,10 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 0)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 1)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
@@ -1089,13 +1164,13 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 0)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 1)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 2)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -1103,16 +1178,16 @@ def attention_forward(
                      HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 0)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 1)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 2)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
             (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
                         LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, BIAS, BOUNDED, PACKED, 3)),
+                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
 
 
