@@ -25,13 +25,17 @@ HERE = Path(__file__).parent
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
           ("dropout", 192): 64, ("dropout", 256): 80, ("heads", 256): 104, ("causal", 192): 120, ("short", 192): 112,
           ("bias", 64): 8, ("packed", 64): 16, ("packed", 256): 32, ("short packed", 192): 112,
-          ("softcap", 64): 24, ("softcap", 128): 8, ("softcap", 256): 184, ("columns", 256): 8, ("window", 64): 32,
+          ("softcap", 64): 24, ("softcap", 128): 8, ("softcap", 256): 184, ("softcap window", 64): 56,
+          ("softcap window", 256): 256, ("softcap packed", 64): 40, ("softcap packed", 256): 144, ("softcap dropout", 64): 56,
+          ("softcap dropout", 128): 8, ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32,
           ("window", 192): 72}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("plain", 64): 8, ("causal", 64): 80, ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8,
                        ("plain", 192): 40, ("short", 128): 8, ("bias", 64): 112, ("bias", 128): 24,
                        ("packed", 64): 88, ("packed", 128): 40, ("short packed", 128): 40,
-                       ("packed", 256): 56, ("softcap", 64): 48, ("softcap", 128): 16, ("window", 64): 88,
+                       ("packed", 256): 56, ("softcap", 64): 48, ("softcap", 128): 16, ("softcap window", 64): 64,
+                       ("softcap window", 128): 16, ("softcap packed", 64): 72, ("softcap packed", 128): 48,
+                       ("softcap dropout", 64): 64, ("softcap dropout", 128): 16, ("window", 64): 88,
                        ("window", 128): 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
@@ -39,6 +43,9 @@ OPTIONS = {
     "bias": {"causal": True, "has_alibi": True},
     "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
     "softcap": {"causal": True, "softcap": 50.0},
+    "softcap window": {"window": (1023, 0), "softcap": 50.0},
+    "softcap packed": {"causal": True, "softcap": 50.0},
+    "softcap dropout": {"softcap": 50.0, "dropout_p": 0.1},
     "dropout": {"dropout_p": 0.1},
     # a threshold of 1
     "rare": {"dropout_p": 2**-15},
@@ -78,7 +85,8 @@ def _calls():
                 yield number, name
     yield len(tiles.HOPPER) - 1, "features"
     for block_dim in (64, 128, 256):
-        yield next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == block_dim and not row.dims), "softcap"
+        number = next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == block_dim and not row.dims)
+        yield from ((number, name) for name in OPTIONS if name.startswith("softcap"))
     yield next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == 128), "rare"
     yield len(tiles.HOPPER) - 1, "heads"
     for number, row in enumerate(tiles.HOPPER):

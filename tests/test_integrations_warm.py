@@ -181,8 +181,9 @@ def warm(cache, *more):
     words = "-m flashtile warm --batch 1 --seqlen 256 --nheads 2 --headdim 40 --causal".split()
     process = subprocess.run([sys.executable, *words, *more], env=environment, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stderr
-    label = "b1 sq1 sk256 h2 d40 causal bf16" if "decode" in more else "b1 s256 h2 d40 causal bf16"
+    label = "b1 sq1 sk256 h2 d40 causal" if "decode" in more else "b1 s256 h2 d40 causal bf16"
     assert label in process.stdout and cache.name in process.stdout
+    assert ("pages of 16" in process.stdout) == ("--page-size" in more)
     return sorted(cache.rglob("*.cubin"))
 
 

@@ -186,14 +186,14 @@ def _cut_last(problem, config):
     return (
         left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
         and shift is not None and shift >= 0 and (shift - left) % queries in (0, 1)
-        and not config.lazy and not problem.softcap and not problem.dropout_p
+        and not config.lazy and not problem.dropout_p
     )  # fmt: skip
 
 
 def _half_last(problem, config):
     """Which of two consumers takes the right half of a tile that the left edge cuts alone: it sees no more; -1 for none."""
     two = config.queries == 2 * ROWS == config.tile_n
-    if not two or not _cut_last(problem, config) or problem.has_alibi:
+    if not two or not _cut_last(problem, config) or problem.has_alibi or problem.softcap:
         return -1
     return 1 - (_shift(problem) - problem.window[0]) % config.tile_n // ROWS
 
@@ -214,13 +214,12 @@ def _bias_product(problem, block_d, block_dv):
 _BOUNDED = 80
 
 
-def _capped(problem, config, mask_others):
+def _capped(problem, config):
     """(`scores.Cap` or None, whether it bounds logits so that no maxima are needed).
 
-    fp16 has not the range of such weights. Calls with masks in the loop, packed ones, ALiBi, sinks and dropout keep polynomials
-    in units of the softcap, and maxima: there this has not run on a GPU yet.
+    fp16 has not the range of such weights, and ALiBi has no bound: it keeps maxima, and polynomials in units of the softcap.
     """
-    if mask_others or problem.varlen or problem.has_alibi or problem.has_sinks or problem.dropout_p:
+    if problem.has_alibi:
         return None, False
     softcap_log2 = problem.softcap * LOG2_E.value
     bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16
@@ -251,9 +250,9 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     queries, shift = ROWS // config.heads, _shift(problem)
     # The queries of a consumer on an aligned diagonal cut one key tile, on another two
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
-    cut_last = _cut_last(problem, config) and not bias
+    cap, bounded = _capped(problem, config)
+    cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned
-    cap, bounded = _capped(problem, config, mask_others)
     arguments = (
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,

@@ -32,7 +32,7 @@ take: see `hopper.refuses`.
 
 ALiBi, where it is a difference of positions (keys up to the diagonal, head dims to 128): a product more (`_bias_operand`).
 
-Softcap (BOUNDED: bf16, up to 55; which calls, see `arguments`): its logits have a bound, so weights are relative to 0 instead
+Softcap (BOUNDED: bf16, up to 55, without ALiBi): its logits have a bound, so weights are relative to 0 instead
 of the row's largest logit, and there are no maxima, no corrections, and nothing that scales acc. Tanh is a polynomial
 (`scores.capped`). Weights are then rounded to bf16 where the largest of a row was 1: out is off by 2.0e-3 to 2.4e-3 (root mean
 square, relative to float64), where it was 1.7e-3 to 2.1e-3, since bf16 of out alone is 1.65e-3.
@@ -132,6 +132,12 @@ cuDNN and FA3 beside it, each once):
   instead of 962. Tests of a quarter of a step's scores at a time instead of half: 875 instead of 843 in that other run, full
   228 instead of 218; of all at once equal (892), but at head dim 64 it spills 49 times a step. Head dim 64 with 3 consumers of
   128 keys 829 instead of 626. Both terms from registers of the warp: 45 copies a step.
+- that softcap with masks in the loop, packed, with sinks and with dropout, where it was with maxima; H100, us, softcap 50,
+  medians of 5 shuffled rounds, before, now, in brackets without softcap, head dims 64, 128, 256 (16, 16, 8 heads): a window of
+  4096, 2 x 8192, 924, 925, 753 to 613, 665, 598 (400, 586, 552), and with a step behind the loop for the tile that its edge
+  cuts 488, 655 (a window of 1024 239, 273, where it was 381, 372; without softcap 179, 224); packed causal 4 x 4096 609, 596,
+  480 to 399, 440, 399 (297, 415, 377); sinks causal 2 x 8192 892, 1138 to 591, 824 (509, 766); dropout 4 x 2048 549, 469, 320
+  to 385, 357, 281 (296, 321, 272); fp16, a window of 4096, 898 to 785 (610).
 - causal, up to 2048 keys: where an aligned diagonal shows the first of two consumers half of its first key tile, it has scores
   and softmax of 64 keys there; the same bits. us, 16384 tokens, two runs of 9 shuffled rounds: head dim 128 512 keys 94.0 and
   95.9 to 90.5 and 92.3 (cuDNN 102, 105), 1024 141.3 and 145.8 to 137.6 and 141.2 (165, 173), 2048 240.6 and 246.3 to 238.3 and
@@ -145,7 +151,7 @@ cuDNN and FA3 beside it, each once):
   step takes 2,414). H100, us, medians of 8 or 9 shuffled rounds, two runs without masks of half a tile, where the same code
   differs by 4%: 1024 of 16k keys 276 to 248, 260 to 250; 256 130 to 118, 134 to 123; 512 173 to 161, 174 to 162; 4096 779 to
   698, 778 to 709; (127, 128) of 8k 72 to 66, 73 to 68; 32/4 heads 515 to 459; head dim 64 239 to 213, 229 to 218; 96 256 to
-  242; 192/128, 8192 of 32k equal; with a softcap equal, so not there. The step behind the loop alone 248 of 276, of 256 keys
+  242; 192/128, 8192 of 32k equal; with a softcap and maxima equal. The step behind the loop alone 248 of 276, of 256 keys
   128 of 130, and with half of it 123; the first half alone 262 of 276. What is left of the 23,080 beside 8 steps is the
   border, where both consumers wait for the one with the whole first tile: received 460, its turn 350, products started 820,
   softmax 1340, out stored 1050, back in the loop 460.
@@ -757,6 +763,19 @@ def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_
 
 
 @gluon.jit
+def _hide_some(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, MASKED: gl.constexpr,
+               CUT: gl.constexpr, HALF_SEEN: gl.constexpr):  # fmt: skip
+    """logits of a step, -inf where keys are hidden. MASKED, CUT, HALF_SEEN: as for `_absorb_tile`."""
+    if CUT:
+        logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
+    elif MASKED:
+        # In one loop: p from another one would be taken apart and put together again in every step
+        if (n_tile < part.full_begin) | (n_tile >= part.full_end):
+            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+    return logits
+
+
+@gluon.jit
 def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
     """Which weights of a step dropout keeps, for `_as_operand`; without dropout a placeholder. Under products."""
     if dropout.rng_state is None:
@@ -843,10 +862,9 @@ def _absorb_tile(
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     if BOUNDED:
-        if MASKED:
+        if CUT or MASKED:
             logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
-            if (n_tile < part.full_begin) | (n_tile >= part.full_end):
-                logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+            logits = _hide_some(logits, part, n_tile, lengths, window, HEADS, TILE_N, MASKED, CUT, HALF_SEEN)
             p, row_sum = softmax.bounded_of(logits)
         else:
             p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
@@ -859,12 +877,7 @@ def _absorb_tile(
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-        if CUT:
-            logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
-        elif MASKED:
-            # In one loop: p from another one would be taken apart and put together again in every step
-            if (n_tile < part.full_begin) | (n_tile >= part.full_end):
-                logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+        logits = _hide_some(logits, part, n_tile, lengths, window, HEADS, TILE_N, MASKED, CUT, HALF_SEEN)
         HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
         if KEYS < TILE_N:
             state = softmax.relaid(state, logits)

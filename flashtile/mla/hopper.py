@@ -74,8 +74,9 @@ are not recorded (us; bf16):
   Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was
   428: a warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the
   unpacked, 16 registers on their way instead of 64: 481 where that was 427.
-Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`); packed
-pieces of 16 tokens by 256 bytes, not 64 tokens by 64, so that 2 loads of a token need its address translated, not 8.
+  Pieces of 256 bytes of 2 tokens at a time, so that a token's address is translated for 2 loads, not 8, 399 to 406 where it was
+  391 (362), and 399 to 401 with ascending indices (365); tokens asked for at L2 by warps of 8 lines side by side 405 (381).
+Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
 """

@@ -80,6 +80,13 @@ A row tile in a loop of its own is 1.5% faster where a share has one or two (16,
 one loop take 195.8; 64, ragged to 16k 189.6, 179.7). Both loops in one kernel, chosen on the device by how many row tiles a
 share has: 16, 8k 190.6, but 1, 512 11.0, and ragged pages 182 to 188. With one program to each row tile, num_splits=1, 16, 8k
 takes 189.3, 32, 8k 362.7 where it is 365.0 (cuDNN 363.1), and 64 of ragged lengths 238.
+Later, in one launch (H100, us, medians of one run, cuDNN in brackets), a share in one loop, a loop a row tile, num_splits=1:
+16, 8k 194.2, 190.4, 189.1 (187.0), 32, 8k 367.0, 361.4, 361.7 (362.1), 64, 2k with 64 heads 194.7, 195.3, 194.1 (193.1), but
+ragged to 16k 16 27.8, 28.9, 32 75.8, 87.2, 64 180.3, 186.6, and 1, 2k 13.7, 15.0, 1, 8k 25.1, 26.5. Shapes alone don't tell
+32, 8k from 32 of ragged lengths, so no kernel was left out. It is not the merge: with shares of whole row tiles where lengths
+are equal, so that nothing is merged, one loop takes what it takes (194.5, 367.0, and with pages 216.9 for 199.4, since half of
+the programs have nothing to do). By its machine code one loop issues its loads behind 170 instructions of addresses, a loop a
+row tile between the last products.
 Other tiles on an H100, 16, 8k and 64, 2k with 64 heads, us by two kernels: 128x8 195.8, 196.5; 64x4 197.3, 199.0; 4 stages
 197.3, 196.9; 64x8 with 6 stages 210, 206; 32x4 and four programs an SM 229, 238.
 
