@@ -278,6 +278,19 @@ def test_a_graph_of_a_batch_of_1_needs_the_lengths_of_packed_sequences():
         compiled(True)(q)
 
 
+def test_a_compiled_model_has_a_break_where_it_makes_its_mask():
+    model = MODELS["llama"]().eval()
+    model.set_attn_implementation(integration.NAME)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        want = model(TOKENS, use_cache=False).logits
+        got = torch.compile(model, backend="aot_eager")(TOKENS, use_cache=False).logits
+        torch.testing.assert_close(got, want)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="the functions that a model's mask is made of"):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(TOKENS, use_cache=False)
+
+
 def test_masks_of_four_dims_are_refused():
     model = MODELS["llama"]()
     model.set_attn_implementation(integration.NAME)

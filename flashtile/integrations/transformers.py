@@ -14,8 +14,9 @@ a model makes of anything else (images that see themselves, more than one chunk)
 blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
-Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there; with
-fullgraph=True a batch of 1 needs cu_seq_lens_q and its kin.
+Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there, and
+where a model makes its mask: whole models compile, but not with fullgraph=True. A layer does, where a batch of 1 then needs
+cu_seq_lens_q and its kin.
 """
 
 import torch
@@ -123,6 +124,7 @@ _KNOWN_MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_
                 "sliding_window_bidirectional_overlay", "packed_sequence_mask_function"}  # fmt: skip
 
 
+@torch.compiler.disable(reason="flashtile looks for the functions that a model's mask is made of, which a graph can't")
 def _parts(mask_function):
     """The names of the functions of transformers.masking_utils that made a mask_function; "or_masks" where it is a union."""
     name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
