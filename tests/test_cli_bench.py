@@ -306,6 +306,12 @@ def test_what_there_is_one_of_is_one(line, capsys):
     assert re.search(r"(mode|backend|baseline): expected one, got \w+, \w+", capsys.readouterr().err)
 
 
+def test_several_cases_over_gpus_are_refused_before_one_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(engine, "run", None)
+    assert cli.main(["scale", *SMALL, "-b", "1,2", "--kind", "weak"]) == 2
+    assert "expected one case for --kind weak, got 2" in capsys.readouterr().err
+
+
 def test_shares_of_a_problem():
     case = BenchCase(4, 64, 64, 8, 2, 16, 16)
     assert scaling.share(case, "strong", "batch", 2)[1].batch == 2

@@ -37,6 +37,8 @@ def scale(
         if kind == "batch" and not (shape.batch or shape.preset or shape.total_tokens):
             shape.batch = "1..16"
         cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.only_mode()
+        if kind != "batch" and len(cases) != 1:
+            raise UsageError(f"scale: expected one case for --kind {kind}, got {len(cases)}.")
         settings = timing.settings(commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here
@@ -50,8 +52,6 @@ def scale(
         if kind == "batch":
             rows = scaling.batch_rows(report)
         else:
-            if len(cases) != 1:
-                raise UsageError(f"scale: expected one case for --kind {kind}, got {len(cases)}.")
             here = torch.cuda.device_count() if device.type == "cuda" else 1
             counts = parse_ints(gpus, "gpus") if gpus else list(dict.fromkeys([1, here]))
             rows = scaling.over_gpus(cases[0], kind, strategy, counts, mode, device_type=device.type, settings=settings,
