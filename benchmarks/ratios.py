@@ -40,6 +40,10 @@ def capped(q, k, v):
     return attention(q, k, v, causal=True, softcap=50.0)
 
 
+def windowed_and_capped(q, k, v):
+    return attention(q, k, v, window=(4095, 0), softcap=50.0)
+
+
 def biased(q, k, v):
     return attention(q, k, v, causal=True, alibi_slopes=BIASED.alibi_slopes(q.device))
 
@@ -58,11 +62,12 @@ def packed(case, function=attention_varlen):
 
 def rows():
     """(name, case of the plain call, case, function, FLOPs over the plain call's)."""
-    window_work = BenchCase(1, 16384, 16384, 16, 16, 128, 128, window=(1023, 0)).flops("fwd") / LONG.flops("fwd")
+    work = {left: replace(LONG, causal=False, window=(left, 0)).flops("fwd") / LONG.flops("fwd") for left in (1023, 4095)}
     grouped = BenchCase(2, 8192, 8192, 16, 2, 128, 128, True)
     return [
-        ("window of 1024 keys", LONG, LONG, windowed, window_work),
+        ("window of 1024 keys", LONG, LONG, windowed, work[1023]),
         ("softcap", BATCH, BATCH, capped, 1.0),
+        ("window of 4096 keys and softcap", LONG, LONG, windowed_and_capped, work[4095]),
         ("ALiBi", BATCH, BIASED, biased, 1.0),
         ("8 query heads share keys", BATCH, grouped, plain, 1.0),
         ("packed, 2 x 8k", BATCH, BATCH, packed(BATCH), 1.0),

@@ -26,7 +26,7 @@ RECORDS = {
 SEQLENS = (512, 2048, 16384)
 MEASURED = ROOT / "docs" / "measured.md"
 GPU = "nvidia-h200"
-# record of docs/measured.md: names of its tables in flashtile.bench.tables
+# record of docs/measured.md, of this GPU where it names none: names of its tables in flashtile.bench.tables
 DOCS = {
     "guide": ("forward", "backward", "bandwidth"),
     "leetcuda": ("backends-fwd",),
@@ -41,7 +41,13 @@ DOCS = {
     "deterministic": ("geomeans", "backends-bwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
+    "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),
 }
+
+
+def under_results(name) -> str:
+    """The path of a record, of this GPU unless it names one."""
+    return name if "/" in name else f"{GPU}/{name}"
 
 
 def table(record) -> list[str]:
@@ -116,12 +122,13 @@ def measured(text: str) -> str:
     from flashtile.bench import record, tables
 
     for name, wanted in DOCS.items():
-        path = RESULTS / GPU / f"{name}.json"
+        place = under_results(f"{name}.json")
+        path = RESULTS / place
         parts = ["Not recorded yet."]
         if path.exists():
             document = record.load(path)
             by_name = {table.name: table for table in tables.all_tables([document])}
-            source = f"{record.describe(document['env'])}; record: `benchmarks/results/{GPU}/{name}.json`."
+            source = f"{record.describe(document['env'])}; record: `benchmarks/results/{place}`."
             parts = [part for key in wanted for part in (by_name[key].caption, by_name[key].markdown())] + [source]
         begin, end = f"<!-- records:{name}:begin -->", f"<!-- records:{name}:end -->"
         head, rest = text.split(begin)

@@ -24,13 +24,14 @@ import tables  # noqa: E402  (benchmarks/tables.py)
 
 from flashtile.ladder.rungs import RUNGS  # noqa: E402
 
-GPU = "nvidia-h200"
+# Of records that name no other
+GPU = tables.GPU
 MARKER = re.compile(r"<!-- results:([\w-]+):begin -->\n.*?<!-- results:\1:end -->", re.S)
 
 
 def load(name):
-    """A record of this GPU, or None."""
-    path = tables.RESULTS / GPU / name
+    """A record, or None."""
+    path = tables.RESULTS / tables.under_results(name)
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -40,7 +41,8 @@ def provenance(record, name) -> str:
     gpu = env["gpu"]["name"] if isinstance(env["gpu"], dict) else env["gpu"]
     commit = env["git"]["commit"]
     commit = f"commit {commit[:8]}" + (" with changes" if env["git"].get("dirty") else "") if commit else "no commit"
-    return f"{gpu}, torch {env['torch']}, Triton {env['triton']}, {commit}; record: `benchmarks/results/{GPU}/{name}`."
+    return (f"{gpu}, torch {env['torch']}, Triton {env['triton']}, {commit}; "
+            f"record: `benchmarks/results/{tables.under_results(name)}`.")  # fmt: skip
 
 
 def markdown(header, rows) -> str:
@@ -49,7 +51,7 @@ def markdown(header, rows) -> str:
 
 
 def missing(name) -> str:
-    return f"*Not recorded yet: {name} of {GPU}.*"
+    return f"*Not recorded yet: {tables.under_results(name)}.*"
 
 
 def of_record(name):
@@ -447,7 +449,10 @@ TABLES = {
     "forward-tiles": forward_tiles,
     "did-not-help": did_not_help,
     "run-default": run_default,
-}
+    **{f"{table.__name__.replace('_', '-')}-h100": of_record(f"nvidia-h100/{name}")(table.__wrapped__)
+       for table, name in ((decode, "decode.json"), (ratios, "ratios.json"), (host_overhead, "host-overhead.json"))},
+    "mla-h100": of_record("nvidia-h100/mla-hopper.json")(mla_table),
+}  # fmt: skip
 
 
 # --- plots -------------------------------------------------------------------------------------------------------------
