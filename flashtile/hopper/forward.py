@@ -206,11 +206,13 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
 - a window of 1024 of 16k keys, head dim 128, as it was before the tile that its edge cuts left the loop (see above): 254 us
   where plain causal takes 1606, so 1.31 of its visible work (1.43 where both take turns at the power limit, ratios.json).
 - there, and not kept (H100, us, as above, 248): tiles in rising order, and 1, 4, 8, 16 heads to a group, 245 to 256; keys and
-  values of one head for all, so that they come from L2, 230 (before 265 of 276), and full calls of as many tiles, 9 steps each,
-  without a mask 247, all from L2 237: memory is not what is missing. Key tiles half a tile further left, so that consumers have
-  their half steps, and borders, one after the other: 23,980 clocks a tile instead of 23,080, of 256 keys 11,510 instead of
-  10,030. Consumers with their rows exchanged, so that the one with a whole first tile has its turn first: 22,780, of 256 keys
-  10,090, with the same bits; its time was taken once (232 of 251 us), so not followed up.
+  values of one head for all, so that they come from L2, 230 (before 265 of 276), and full calls of as many tiles, 9 steps
+  each, without a mask 247, all from L2 237: memory is not what is missing. Key tiles half a tile further left, so that
+  consumers have their half steps, and borders, one after the other: 23,980 clocks a tile instead of 23,080, of 256 keys 11,510
+  instead of 10,030. Consumers with their rows exchanged, so that the one with a whole first tile has its turn first: 22,780,
+  of 256 keys 10,090, with the same bits; medians of 9 shuffled rounds of another run: 1024 of 16k 232.7 to 230.5, 256 105.6 to
+  105.0, 4096 776 to 772, causal 512 103.6 to 104.0, 1024 134.5 to 134.6, 2 x 8192 855 to 837, full 8 x 2048 411 to 408, but
+  head dim 64 causal 1024 188 to 196, 256 133 to 137.
 - head dim 128 with 3 consumers of 64 keys (4 or 3 stages) against 2 of 128, which have longer chains (us, 9 shuffled rounds):
   softcap causal 2 x 8192 1149 to 1159, 1200, full 4 x 2048 278 to 346, 322; a window of 1024 of 16k keys 244 to 250, 255;
   causal 8192 757 to 793, 784, 1024 133 to 162, 161; ALiBi 758 to 806, 810.

@@ -19,9 +19,10 @@ A row tile reads q once, a small one with each key tile, and its keys and values
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
 block table.
 
-What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, later once more in decode-fa3.json: with 1.7 GB of
-keys and values and more the rate of a copy, ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed:
-in a CUDA graph an empty kernel takes 4.1 us, two 5.1; one query over 512 keys 9.4, of those 2 the merge's by a single run.
+What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, later once more in decode-fa3.json (before the
+merge in the kernel; on an H100 with it: nvidia-h100/decode.json): with 1.7 GB of keys and values and more the rate of a copy,
+ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us,
+two 5.1; one query over 512 keys 9.4, of those 2 the merge's by a single run.
 Tried there (single runs, not recorded; 32 heads, 8 of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by
 warps):
 
@@ -86,7 +87,9 @@ ragged to 16k 16 27.8, 28.9, 32 75.8, 87.2, 64 180.3, 186.6, and 1, 2k 13.7, 15.
 32, 8k from 32 of ragged lengths, so no kernel was left out. It is not the merge: with shares of whole row tiles where lengths
 are equal, so that nothing is merged, one loop takes what it takes (194.5, 367.0, and with pages 216.9 for 199.4, since half of
 the programs have nothing to do). By its machine code one loop issues its loads behind 170 instructions of addresses, a loop a
-row tile between the last products.
+row tile between the last products. What the loop of a share lacks is mostly in the queries that it reads with each key tile:
+kept from tile to tile, through shared memory, 16, 8k takes 190.9 for 194.4 (189.0), with pages of 64 197.5 for 199.0. That
+read queries behind all work where a share ended with a row tile, and has not run since that was found, so it is not here.
 Other tiles on an H100, 16, 8k and 64, 2k with 64 heads, us by two kernels: 128x8 195.8, 196.5; 64x4 197.3, 199.0; 4 stages
 197.3, 196.9; 64x8 with 6 stages 210, 206; 32x4 and four programs an SM 229, 238.
 
