@@ -15,7 +15,7 @@ call is one launch; else `merge_parts`, a kernel after it.
 Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
 the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
 
-A row tile reads q once, a small one with each key tile, and its keys and values in tiles of TILE_N slots: of a row of the
+A row tile reads q once, most small ones with each key tile, and its keys and values in tiles of TILE_N slots: of a row of the
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
 block table.
 
@@ -87,9 +87,16 @@ ragged to 16k 16 27.8, 28.9, 32 75.8, 87.2, 64 180.3, 186.6, and 1, 2k 13.7, 15.
 32, 8k from 32 of ragged lengths, so no kernel was left out. It is not the merge: with shares of whole row tiles where lengths
 are equal, so that nothing is merged, one loop takes what it takes (194.5, 367.0, and with pages 216.9 for 199.4, since half of
 the programs have nothing to do). By its machine code one loop issues its loads behind 170 instructions of addresses, a loop a
-row tile between the last products. What the loop of a share lacks is mostly in the queries that it reads with each key tile:
-kept from tile to tile, through shared memory, 16, 8k takes 190.9 for 194.4 (189.0), with pages of 64 197.5 for 199.0. That
-read queries behind all work where a share ended with a row tile, and has not run since that was found, so it is not here.
+row tile between the last products. A share that keeps the queries of a row tile (KEPT_FROM), which it read from L2 with each
+key tile: 16, 8k 194.1 to 190.9 (187.2), 64, 8k 710.8 to 705.1 (706.1), 64, 2k with 64 heads 194.0 to 193.3 (192.1), ragged 64
+181.0 to 179.8; with tiles of 64 keys, pages of 64 198.6 to 197.2 and 723.9 to 720.2, but 1, 2k 13.7 to 14.2 and 1, 8k 25.2 to
+26.0. Loaded under a branch where a row tile begins, and then in registers: 191.1, 705.1, 194.1, ragged 32 82.3 for 76.6, 64
+184.7, 1, 8k 25.5; where the one before ends, for the loop's first before it: 190.4, 707, 194.7, 80.5, 182.9, 25.9.
+The cold L2 cache of these times is full of lines to be written back, which is most of the distance to the floor of small calls:
+with the cache emptied by reads 1, 8k takes 20.0 to 20.8 for 25.8 (20.6 to 21.3 for 26.0). Keys and values that replace one
+another and not those lines (eviction_policy "evict_first") save 3 to 5 us of a call of 16 MB or more, measured with loads
+through registers, which cost more than that; loads into shared memory take no policy before Triton 3.9. The block table asked
+for at the beginning, for no one to wait for: 0.1 to 0.9 us slower.
 Other tiles on an H100, 16, 8k and 64, 2k with 64 heads, us by two kernels: 128x8 195.8, 196.5; 64x4 197.3, 199.0; 4 stages
 197.3, 196.9; 64x8 with 6 stages 210, 206; 32x4 and four programs an SM 229, 238.
 
@@ -157,6 +164,8 @@ INTERPRETED_SMS = 4
 MAX_SIDE = 8
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
+# Keys of a tile from which on a share, which then has many, keeps the queries of a row tile
+KEPT_FROM = tl.constexpr(128)
 LSE_COPIES = tl.constexpr(4)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
@@ -326,12 +335,12 @@ def _row_ptrs(x, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(q, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _load_queries(q, part, lengths, wanted, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr,
                   BLOCK_D: tl.constexpr):  # fmt: skip
-    """(TILE_M, BLOCK_D); zeros past the sequence."""
+    """(TILE_M, BLOCK_D); zeros past the sequence, and where none are wanted."""
     dims = tl.arange(0, BLOCK_D)
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
-    mask = (tokens < lengths.seqlen_q)[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = (wanted & (tokens < lengths.seqlen_q))[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(_row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M)[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
@@ -471,7 +480,7 @@ def _attend_part(
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS
     if not RELOAD_Q:
-        q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
+        q_tile = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
     scale = _load_scale(part, score_params, descales)
     slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
@@ -487,7 +496,7 @@ def _attend_part(
         col_begin = n_tile * TILE_N
         if RELOAD_Q:
             # As part of the pipeline, whose first loads would wait for it
-            q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
+            q_tile = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
         k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
         v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
@@ -524,10 +533,14 @@ def _attend_share(
     page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+    KEEP_Q: tl.constexpr = TILE_N >= KEPT_FROM
+    q_tile = tl.zeros((TILE_M, BLOCK_D), q.ptr.dtype.element_ty)
     for position in tl.range(start, stop):
         col_begin = (first_tile + tile) * TILE_N
-        # With each tile, as part of the pipeline
-        q_tile = _load_queries(q, part, lengths, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
+        # Asked for with each tile, as part of the pipeline
+        is_first = (tile == part.begin) | (position == start)
+        loaded = _load_queries(q, part, lengths, is_first | (not KEEP_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
+        q_tile = tl.where(is_first, loaded, q_tile) if KEEP_Q else loaded
         k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
         v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
