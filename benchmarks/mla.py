@@ -19,6 +19,7 @@ import torch
 from triton.testing import do_bench
 
 from flashtile.bench import record, roofline
+from flashtile.bench.measure import demote_kept_lines
 from flashtile.mla import make_schedule, mla_decode, pack_fp8, plan
 from flashtile.mla.problem import MlaOperands, MlaProblem
 from flashtile.reference import mla
@@ -119,6 +120,8 @@ def measure(shape, roof):
     times = {name: [] for name in rivals}
     for _ in range(ROUNDS):
         for name in times:
+            torch.cuda.synchronize()
+            demote_kept_lines()
             times[name].append(do_bench(rivals[name], warmup=15, rep=60, return_mode="median"))
     ms = statistics.median(times["ms"])
     share, limit = roof.fraction(flops, num_bytes, ms)

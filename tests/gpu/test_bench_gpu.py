@@ -1,10 +1,14 @@
 """What of the measuring instrument only a GPU can show: its timers agree, launch gaps are hidden, memory is as by formula."""
 
+import statistics
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from flashtile import bench
-from flashtile.bench import memory, profilers
+from flashtile.bench import measure, memory, profilers
 from flashtile.bench.cases import BenchCase
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +25,32 @@ def test_kernel_event_and_wall_time_are_in_order(mode):
     assert times["kernel"] < 1.1 * times["event"] < times["wall"]
     assert result.stats.median < 1.5 * result.stats.min + 0.005, "launch gaps are in the median"
     assert result.host_overhead_us > 0
+
+
+@triton.jit
+def _read_and_keep(x, sums, BLOCK: tl.constexpr):
+    begin = tl.program_id(0) * BLOCK
+    loaded = tl.load(x + begin + tl.arange(0, BLOCK), eviction_policy="evict_last")
+    tl.store(sums + tl.program_id(0), tl.sum(loaded, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="keeps no lines")
+def test_a_cold_cache_holds_nothing_that_another_kept():
+    """As FlashAttention-3 keeps keys and values, which the next in line is then timed on."""
+    x = torch.randn(1 << 23, device="cuda")
+    sums, watch = torch.empty(1 << 13, device="cuda"), measure.Stopwatch(x.device, "event")
+
+    def read():
+        torch.amax(x, dim=0, out=sums[0])
+
+    def median():
+        return statistics.median(watch.block(read, 20, 1.0))
+
+    median()
+    alone = min(median() for _ in range(3))
+    for _ in range(3):
+        _read_and_keep[(1 << 13,)](x, sums, 1 << 10)
+    assert median() > 0.96 * alone
 
 
 def test_timers_agree_on_a_long_kernel():
