@@ -451,6 +451,7 @@ TABLES = {
     "run-default": run_default,
     **{f"{table.__name__.replace('_', '-')}-h100": of_record(f"nvidia-h100/{name}")(table.__wrapped__)
        for table, name in ((decode, "decode.json"), (ratios, "ratios.json"), (host_overhead, "host-overhead.json"))},
+    "mla-h100": of_record("nvidia-h100/mla-hopper.json")(mla_table),
 }  # fmt: skip
 
 

@@ -7,8 +7,8 @@ Such a call takes 16.4 us of a host on which SDPA's flash takes 41 (host-overhea
 the driver itself it took 15.6, the launches 9.4, where SDPA takes 34 (host-overhead-alone.json). In a single run on a slower
 host, with launches of 10.5, what it is found by took 3.2, the memory of partial results 0.8 (5.2 as new memory), that of out
 3.7; since then that comes from where compiled models take theirs, and a call costs 6.1 over its launches, not 9.6. Few parts
-are merged in one launch since: 16.9 us on the host of an H100 on which SDPA's flash takes 55.7 and FlashAttention-3's decode
-97.5, the launch 6.0 (benchmarks/results/nvidia-h100/host-overhead.json).
+are merged in one launch since: 14.7 us on the host of an H100 on which SDPA's flash takes 44 and FlashAttention-3's decode 77,
+the launch 5.7 (benchmarks/results/nvidia-h100/host-overhead.json).
 """
 
 import torch
