@@ -2,10 +2,10 @@
 
     python benchmarks/decode.py OUT.json [--commit HASH] [--rounds 7]
 
-One query token a sequence, head dim 128, bf16, random data. Every call is replayed from a CUDA graph with a cold L2 cache; all
-implementations of a row take turns in rounds, and a row has the medians. TB/s counts the bytes of the keys and values in use.
-Lines that FlashAttention-3 and -4 ask the cache to keep are given up before each turn (`measure.demote_kept_lines`): else the
-others find some of the keys and values that they share with them in it.
+One query token a sequence, head dim 128 unless a row says another, bf16, random data. Every call is replayed from a CUDA graph
+with a cold L2 cache; all implementations of a row take turns in rounds, and a row has the medians. TB/s counts the bytes of
+the keys and values in use. Lines that FlashAttention-3 and -4 ask the cache to keep are given up before each turn
+(`measure.demote_kept_lines`): else the others find some of the keys and values that they share with them in it.
 FlashAttention-4 has no call for caches here: it is given the keys and values as such. A peer that fails is left out of its row.
 """
 
@@ -28,11 +28,14 @@ from flashtile.bench import measure, peers, record  # noqa: E402
 from flashtile.bench.cases import BenchCase  # noqa: E402
 
 DIM = 128
-# batch, cache length, query heads, key-value heads, page sizes beside the cache without pages
+# batch, cache length, query heads, key-value heads, page sizes beside the cache without pages; head dim
 ROWS = [
     (1, 512, 32, 8, (64,)), (1, 2048, 32, 8, (64,)), (1, 8192, 32, 8, (16, 64)), (1, 32768, 32, 8, (64,)),
     (1, 131072, 32, 8, (64,)), (1, 1 << 20, 32, 8, (64,)), (8, 512, 32, 8, (64,)), (16, 2048, 32, 8, (64,)),
     (16, 8192, 32, 8, (1, 16, 64, 256)), (64, 8192, 32, 8, (16, 64)), (64, 2048, 64, 8, (64,)), (128, 1024, 32, 32, (64,)),
+    # A GPU's share of a model that is split by heads; other models
+    (1, 8192, 8, 1, (64,)), (1, 32768, 8, 1, (64,)), (8, 2048, 8, 1, (64,)), (1, 8192, 28, 4, (64,)),
+    (32, 4096, 64, 8, (64,), 64), (32, 4096, 32, 32, (64,), 96), (8, 2048, 16, 8, (64,), 256),
 ]  # fmt: skip
 
 
@@ -52,9 +55,9 @@ def in_pages(cache, page_size):
     return pages, table.view(batch, -1)
 
 
-def implementations(batch, length, heads, heads_kv, page_sizes):
+def implementations(batch, length, heads, heads_kv, page_sizes, dim=DIM):
     """{name: function} of a row; all compute the same, which is checked."""
-    q, cache = normal(batch, 1, heads, DIM), [normal(batch, length, heads_kv, DIM) for _ in range(2)]
+    q, cache = normal(batch, 1, heads, dim), [normal(batch, length, heads_kv, dim) for _ in range(2)]
     lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
 
     def cudnn():
@@ -70,7 +73,7 @@ def implementations(batch, length, heads, heads_kv, page_sizes):
     if fa3:
         functions["fa3"] = lambda: fa3.flash_attn_with_kvcache(q, *cache, cache_seqlens=lengths)
     if peers.unavailable("fa4", "cuda") is None:
-        fa4, case = peers.load("fa4", "cuda"), BenchCase(batch, 1, length, heads, heads_kv, DIM, DIM)
+        fa4, case = peers.load("fa4", "cuda"), BenchCase(batch, 1, length, heads, heads_kv, dim, dim)
         functions["fa4"] = lambda: fa4(q, *cache, case)
     expected = cudnn().transpose(1, 2).float()
     for name, function in functions.items():
@@ -179,15 +182,15 @@ def main():
     copy_tbps = copy_rate(arguments.rounds)
     document = {"env": record.environment(torch.device("cuda", 0), arguments.commit), "copy_tbps": round(copy_tbps, 3),
                 "command": "python benchmarks/decode.py", "rounds": arguments.rounds, "rows": []}  # fmt: skip
-    cells = [(dict(batch=b, length=n, nheads=h, nheads_kv=kv), lambda row=(b, n, h, kv, pages): implementations(*row))
-             for b, n, h, kv, pages in ROWS]  # fmt: skip
-    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8), ragged))
+    cells = [(dict(batch=b, length=n, nheads=h, nheads_kv=kv, headdim=dim[0] if dim else DIM),
+              lambda row=(b, n, h, kv, pages, *dim): implementations(*row)) for b, n, h, kv, pages, *dim in ROWS]  # fmt: skip
+    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8, headdim=DIM), ragged))
     for config, make in cells:
         functions, kv_bytes = make()
         us = medians(all_captured(functions), arguments.rounds)
         row = {"config": config, "kv_bytes": kv_bytes, "us": us,
                "of_copy": {name: round(kv_bytes / value / 1e6 / copy_tbps, 3) for name, value in us.items()}}  # fmt: skip
-        if config["batch"] == 1 and config["length"] == 8192:
+        if config["batch"] == 1 and config["length"] == 8192 and config["nheads_kv"] == 8:
             row["host_us"] = {name: host_us(functions[name]) for name in us}
         document["rows"].append(row)
         print(json.dumps(row), flush=True)

@@ -126,9 +126,10 @@ def decode(record, name) -> str:
             continue
         speed = row["kv_bytes"] / us["flashtile"] / 1e6
         peers = [f"{us[peer]:.1f}" if peer in us else "-" for peer in ("flashtile page 64", "sdpa-cudnn", "fa3", "fa4")]
-        lines.append([c["batch"], c["length"], f"{c['nheads']}/{c['nheads_kv']}", f"{row['kv_bytes'] / 1e6:.0f}",
+        lines.append([c["batch"], c["length"], f"{c['nheads']}/{c['nheads_kv']}", c.get("headdim", 128),
+                      f"{row['kv_bytes'] / 1e6:.0f}",
                       f"{us['flashtile']:.1f}", f"{speed:.2f}", f"{row['of_copy']['flashtile']:.0%}", *peers])  # fmt: skip
-    header = ["batch", "cache length", "heads", "MB of keys and values", "flashtile, µs", "TB/s", "of a plain copy",
+    header = ["batch", "cache length", "heads", "head dim", "MB of keys and values", "flashtile, µs", "TB/s", "of a plain copy",
               "pages of 64, µs", "SDPA cuDNN, µs", "FA3, µs", "FA4, µs"]  # fmt: skip
     caption = (f"A plain copy: {record['copy_tbps']:.2f} TB/s, read and written; reading alone can be faster. "
                f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip

@@ -313,24 +313,31 @@ def _many_row_tiles(problem, num_sms) -> bool:
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SINGLE = "single runs on an H200, see portable/decode.py"
+_DECODE_H100 = "single runs on an H100, see portable/decode.py"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
 # The first row that matches and fits is taken.
 DECODE = (
     # Alone on its SM a program has larger tiles, and with 4 warps is faster than with 8
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 1, whole=True), "sm_90", _DECODE_SINGLE, pages=2, when=_whole_and_alone),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_whole_is_as_fast),
-    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    # Fewer parts to merge than with two programs an SM
+    DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_H100, when=_few_keys),
     # With 4 rows as fast as shares
     DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
+    DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_H100, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=1),
     # From here on pages that are smaller: of 64 slots, single runs, 7% faster for ragged lengths, with 8 rows 3% slower
     DecodeRow(128, 2, 4, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_H100),
+    # head dim 64 is faster with 64 rows
+    DecodeRow(64, 2, None, DecodeConfig(64, 64, 4, 3, 2), "sm_90", _DECODE_H100),
+    DecodeRow(128, 2, 32, DecodeConfig(32, 64, 4, 3, 1), "sm_90", _DECODE_H100, when=_few_keys),
     *(
         DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
         for block_dim, itemsize, max_rows, arch, config in [
-            (256, 2, 16, "sm_90", (16, 64, 4, 2, 2)),
             (128, 2, None, "sm_90", (64, 64, 4, 3, 2)),
             (256, 2, None, "sm_90", (64, 64, 8, 2, 1)),
             (64, 2, 16, "", (16, 64, 4, 3, 2)),

@@ -24,9 +24,11 @@ def chunk_of(rows, block_dim, parts) -> int:
 
 
 @triton.jit
-def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, num_splits, row_mask, ROWS: tl.constexpr,
+def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, num_splits, row_mask, column, ROWS: tl.constexpr,
                CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, LSE_STEP: tl.constexpr):  # fmt: skip
     """fp32 out (BLOCK_DIM / 4, ROWS, 4) and lse (BLOCK_DIM / 4, ROWS); out_ptrs, lse_ptrs: of the rows in slot 0, (ROWS,).
+
+    Of out BLOCK_DIM columns from `column` on, of those that are below DIM.
 
     Part 0 lies in slot `first`, part i in slot rest + i * step; strides are a slot's. LSE_STEP: 1 where each lse stands there
     four times side by side, else 0. Read so, it comes to the threads as out does, four columns each, and a thread merges its
@@ -34,7 +36,7 @@ def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, nu
     """
     quad = tl.arange(0, 4)[None, None, None, :]
     # (BLOCK_DIM / 4, 1, 1, 4)
-    dims = 4 * tl.arange(0, BLOCK_DIM // 4)[:, None, None, None] + quad
+    dims = column + 4 * tl.arange(0, BLOCK_DIM // 4)[:, None, None, None] + quad
     # (BLOCK_DIM / 4, ROWS)
     nothing = tl.zeros((BLOCK_DIM // 4, ROWS), tl.float32)
     state = softmax.OnlineSoftmax(nothing + NEG_INF, nothing)
@@ -61,14 +63,14 @@ def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, nu
 
 
 @triton.jit
-def store_rows(merged, lse, out_ptrs, lse_ptrs, row_mask, DIM: tl.constexpr):
+def store_rows(merged, lse, out_ptrs, lse_ptrs, row_mask, column, DIM: tl.constexpr):
     """What `merge_rows` gives, to rows in memory; out_ptrs, lse_ptrs (or None): (ROWS,)."""
     quads = tl.arange(0, merged.shape[0])[:, None]
-    dims = (4 * quads)[:, :, None] + tl.arange(0, 4)[None, None, :]
+    dims = column + (4 * quads)[:, :, None] + tl.arange(0, 4)[None, None, :]
     out_ptrs = out_ptrs[None, :, None] + dims
     tl.store(out_ptrs, merged.to(out_ptrs.dtype.element_ty), mask=row_mask[None, :, None] & (dims < DIM))
     if lse_ptrs is not None:
-        tl.store(lse_ptrs[None, :] + quads * 0, lse, mask=row_mask[None, :] & (quads == 0))
+        tl.store(lse_ptrs[None, :] + quads * 0, lse, mask=row_mask[None, :] & (quads + column == 0))
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -85,8 +87,9 @@ def combine_splits(
     part_lse_ptr = head_ptr(lse_partial, batch, row, head)
     one = tl.arange(0, 1)
     merged, merged_lse = merge_rows(part_ptr + one, part_lse_ptr + one, out_split_stride, lse_split_stride, 0, 0, 1, num_splits,
-                                    one == 0, 1, CHUNK, DIM, BLOCK_DIM, 0)  # fmt: skip
-    store_rows(merged, merged_lse, head_ptr(out, batch, row, head) + one, head_ptr(lse, batch, row, head) + one, one == 0, DIM)
+                                    one == 0, 0, 1, CHUNK, DIM, BLOCK_DIM, 0)  # fmt: skip
+    store_rows(merged, merged_lse, head_ptr(out, batch, row, head) + one, head_ptr(lse, batch, row, head) + one, one == 0, 0,
+               DIM)  # fmt: skip
 
 
 def launch(out_partial, lse_partial, out, lse):

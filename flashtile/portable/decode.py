@@ -135,6 +135,25 @@ A short sequence in a large cache costs what it does in one of its length: 16 of
 2k 126 and 126. Row tiles that stay whole by what the lengths on the device say, in the kernel of equal shares: 12.3 for 14.9
 (8, 512, 128x8), but 32.4 for 27.0 (16, 100 to 2k). Page 64 with 64x4 and 128x8: 64 of 100 to 4k 132.5 and 138, 64 of 2k 135
 and 132, 16 of 8k 131 and 130, 64 of 8k 492 and 497.
+Other shapes on an H100, us of single runs in graphs with a cold L2, cuDNN and FlashAttention-3 in brackets; heads of queries
+and of keys, batch, keys:
+
+- one program an SM where keys are few, and each program of `merge_parts` with so few columns that it has all parts at once: 8/1
+  1, 8k 14.6 to 11.8 (13.9, 19.9), 1, 16k 20.1 to 14.2, 1, 32k 24.7 to 17.2, 1, 128k 46.5 to 39.6; 28/4 1, 8k 19.9 to 17.6
+  (19.3, 22.7); 32/8 1, 2k 13.8 to 13.5, 2, 2k 17.3 to 16.7, 4, 4k 39.4 to 38.5, 1, 32k 64.0 to 63.1 (63.2, 69.7). Columns
+  alone, with two programs an SM: 11.8, 15.8, 20.7, 42.1; 18.6; 13.7, 17.2, 39.3, 64.1; one program alone 14.5, 17.0, 19.7,
+  42.6; 17.6; 13.5, 16.8, 38.5, 63.3. Lengths to 16k, 16 sequences, 8/1: 13.3, 13.8. Head dim 64, 64/8, 1, 8k: 17.5, 17.9, so
+  not there.
+- up to 32 heads of keys side by side, not 8: 32/32 32, 4k of head dim 128 728 to 712 (707, 729), 96 613 to 594 (593, 573), 64
+  385 to 367; 16/16 of 64 198 to 195 (192, 224).
+- head dim 256, alone on an SM with 3 stages, not two with 2: 16/8 8, 2k 72.7 to 64.0 (68.3, 67.4), 1, 8k 44.0 to 40.9 (45.7,
+  44.4), 32, 4k 374 to 370 (396, 372), 16, 4k with 8 query tokens 211 to 199 (-, 199). Tiles of 32 keys 65.1, 44.1, 374, 224.
+- head dim 64, 128 keys by 4 warps, two to an SM, not by 8 alone: 64/8 128, 1k 113.9 to 110.9 (107.4, 145.8), with pages of 64
+  118.3 to 111.4, ragged to 16k 108.1 to 101.9, 115.3 to 102.1. 256 keys by 8 warps 113.0, 105.3.
+- head dim 96: none of 8 tiles is faster. 4 stages 648 for 612.
+- 17 to 32 rows, few keys, 32x64 alone on an SM, not 64x64: 8/1 1, 8k with 4 query tokens 17.9 to 13.6 (-, 19.2), 32/8 with 8
+  28.3 to 27.6; lengths to 16k 32.9 to 35.7, so not where keys are many. Head dim 64, 32, 4k: 118 to 139.
+
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
 
@@ -155,13 +174,13 @@ from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import append
 from flashtile.portable.arguments import layout_of
-from flashtile.portable.combine import chunk_of, merge_rows, store_rows
+from flashtile.portable.combine import ELEMENTS, chunk_of, merge_rows, store_rows
 from flashtile.tiles import padded_dim
 
 # Programs of the interpreter: enough to split what its tests have
 INTERPRETED_SMS = 4
-# The most heads whose keys are read side by side: 2 KB of each token
-MAX_SIDE = 8
+# The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
+MAX_SIDE, LEAST_RESIDENT = 32, 0.95
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # Keys of a tile from which on a share, which then has many, keeps the queries of a row tile
@@ -169,6 +188,8 @@ KEPT_FROM = tl.constexpr(128)
 LSE_COPIES = tl.constexpr(4)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
+# and the fewest columns, where each row tile has programs of its own
+LEAST_COLUMNS = 32
 # decode_attention merges where its program has all parts in so many rounds, with so many numbers a thread in each
 MERGE_ROUNDS, MERGED_BY_THREAD = 2, 64
 # Parts at once: where lengths differ a row tile may have more than others
@@ -413,10 +434,12 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
 
 
 @triton.jit
-def _merge(part, first, rest, step, num_parts, rows, exists, lengths, out, lse, partial, DEPENDENT: tl.constexpr,
-           GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+def _merge(part, first, rest, step, num_parts, rows, exists, column, lengths, out, lse, partial, DEPENDENT: tl.constexpr,
+           GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
            CHUNK: tl.constexpr):  # fmt: skip
-    """Some rows of a row tile, if it exists, from num_parts partial results; first, rest, step: as for `merge_rows`.
+    """COLUMNS columns from `column` on of some rows of a row tile, if it exists, from num_parts partial results.
+
+    first, rest, step: as for `merge_rows`.
 
     DEPENDENT: they may still be on their way, of the kernel before.
     """
@@ -427,14 +450,14 @@ def _merge(part, first, rest, step, num_parts, rows, exists, lengths, out, lse, 
     if exists:
         ROWS: tl.constexpr = rows.shape[0]
         merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows * LSE_COPIES, TILE_M * HEAD_DIM_V,
-                                        TILE_M * LSE_COPIES, first, rest, step, num_parts, row_mask, ROWS, CHUNK, HEAD_DIM_V,
-                                        BLOCK_DV, 1)  # fmt: skip
+                                        TILE_M * LSE_COPIES, first, rest, step, num_parts, row_mask, column, ROWS, CHUNK,
+                                        HEAD_DIM_V, COLUMNS, 1)  # fmt: skip
         heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + rows) % GROUP_SIZE
         rows_q = (lengths.start_q + tokens).to(tl.int64)
         lse_ptrs = None
         if lse is not None:
             lse_ptrs = head_ptr(lse, part.batch, rows_q, heads)
-        store_rows(merged, merged_lse, head_ptr(out, part.batch, rows_q, heads), lse_ptrs, row_mask, HEAD_DIM_V)
+        store_rows(merged, merged_lse, head_ptr(out, part.batch, rows_q, heads), lse_ptrs, row_mask, column, HEAD_DIM_V)
 
 
 @triton.jit
@@ -446,7 +469,7 @@ def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, parti
     tl.debug_barrier()
     if tl.atomic_add(partial.counters + number, 1, sem="acq_rel") == num_parts - 1:
         tl.store(partial.counters + number, 0)
-        _merge(part, first, rest, step, num_parts, tl.arange(0, ROWS), num_parts > 0, lengths, out, lse, partial, False,
+        _merge(part, first, rest, step, num_parts, tl.arange(0, ROWS), num_parts > 0, 0, lengths, out, lse, partial, False,
                GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, CHUNK)  # fmt: skip
 
 
@@ -654,11 +677,11 @@ def decode_attention(
 @triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
 def merge_parts(
     out, lse, partial, layout, window, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, num_programs,
-    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
     BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row tile, ROWS of its rows) merge the parts of a row tile. Arguments of `decode_attention`.
+    """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
 
     With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
     shares, for the row tile that the first of its borders cuts.
@@ -697,8 +720,8 @@ def merge_parts(
     lengths = cache.load_cache_lengths(layout, part.batch, is_mine, seqlen_q)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     step: tl.constexpr = SIDE if BALANCED else 1
-    _merge(part, first, rest, step, parts, rows, is_mine, lengths, out, lse, partial, DEPENDENT, GROUP_SIZE, TILE_M, HEAD_DIM_V,
-           BLOCK_DV, CHUNK)  # fmt: skip
+    _merge(part, first, rest, step, parts, rows, is_mine, tl.program_id(2) * COLUMNS, lengths, out, lse, partial, DEPENDENT,
+           GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK)  # fmt: skip
 
 
 class Call:
@@ -733,12 +756,12 @@ class Call:
         self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
-            "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": block_dv, "BALANCED": plan.balanced,
+            "HEAD_DIM_V": problem.head_dim_v, "BALANCED": plan.balanced,
             "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
-            "PAGES": problem.pages_of_tile(config.tile_n),
+            "BLOCK_DV": block_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "CHUNK": plan.chunk,
@@ -746,10 +769,14 @@ class Call:
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
         rows_at_once = 1 if by_tile else min(triton.next_power_of_2(rows), MERGED_AT_ONCE)
-        chunk = chunk_of(rows_at_once, block_dv, plan.parts)
-        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "CHUNK": chunk}
+        columns = block_dv
+        if by_tile:
+            # So few that all parts are there at once
+            columns = min(columns, max(LEAST_COLUMNS, ELEMENTS // triton.next_power_of_2(plan.parts)))
+        chunk = chunk_of(rows_at_once, columns, plan.parts)
+        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
-        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once))
+        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once), block_dv // columns)
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.merge_options = {"num_warps": 1 if by_tile and chunk <= 8 else 2, "num_stages": 1}
         if self.constexprs["DEPENDENT"]:
@@ -834,7 +861,8 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
         plan = PartsPlan(False, 1, row_tiles * splits, num_tiles, splits, slots, splits)
     else:
         resident = num_sms * config.programs_per_sm
-        side = next(n for n in range(min(MAX_SIDE, resident), 0, -1) if problem.num_heads_kv % n == 0)
+        side = next(n for n in range(min(MAX_SIDE, resident), 0, -1)
+                    if problem.num_heads_kv % n == 0 and resident // n * n >= LEAST_RESIDENT * resident)  # fmt: skip
         most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
         if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
             return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
