@@ -108,7 +108,8 @@ def test_every_turn_comes(lengths, window, goes_up):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
-def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
+@pytest.mark.parametrize("whole", [True, False])
+def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
     """The same on every GPU: the order of sums hangs on them. Without a mask a tile has twice as many steps as tiles of its
     head run at once; causal, a group has a tile for each program, or half of the heads, and as many go down as are in it. The
     heads of a group never become more with the length."""
@@ -123,16 +124,38 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size):
             window=(None, 0 if causal else None), deterministic=True,
         )  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        return *backward.heads_in_groups(problem, replace(config, num_programs=num_programs)), config
+        config = replace(config, num_programs=num_programs, splits=splits)
+        return *backward.heads_in_groups(problem, config), config
+
+    # Parts of a group are groups
+    splits = 1 if whole else group_size
 
     group, down, config = groups(seqlen, 132)
     assert groups(seqlen, 114)[:2] == (group, down)
     assert 1 <= groups(2 * seqlen, 132)[0] <= group
     if causal:
-        assert group == down <= 8 and (group == 8 or group * -(-seqlen // config.tile_n) >= 132)
+        assert group == down <= 8 * splits and (group == 8 * splits or group * -(-seqlen // config.tile_n) >= 132)
     else:
-        steps = -(-seqlen // config.tile_m) * group_size
+        steps = -(-seqlen // config.tile_m) * group_size // splits
         assert down == 0 and (group == 1 or 2 * 132 / group <= 1.5 * steps)
+
+
+def test_parts_of_groups():
+    """As few as give each program some tiles of keys."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def splits(batch, seqlen, heads, heads_kv):
+        problem = AttentionProblem(batch, seqlen, seqlen, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0)
+        return backward_config.configs(problem, hardware.by_name("H200"))["backward"].splits
+
+    wanted = backward_config.TILES_A_PROGRAM * 132
+    shapes = (1, 8192, 8, 1), (1, 128, 32, 8), (4, 8192, 32, 8), (1, 4096, 28, 4), (2, 300, 6, 6)
+    for batch, seqlen, heads, heads_kv in shapes:
+        parts, tiles = splits(batch, seqlen, heads, heads_kv), batch * -(-seqlen // 128) * heads_kv
+        smaller = [n for n in range(1, parts) if heads // heads_kv % n == 0]
+        assert heads // heads_kv % parts == 0 and all(tiles * n < wanted for n in smaller)
+        assert parts == heads // heads_kv or tiles * parts >= wanted
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -255,9 +278,18 @@ def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
     torch.testing.assert_close(dq.view(expected.shape), expected)
 
 
+@pytest.mark.parametrize(("rows", "splits", "dim"), [(70, 4, 24), (1, 7, 128)])
+def test_parts_are_added(rows, splits, dim):
+    parts, out = torch.randn(rows, splits, dim), torch.full((rows, dim), float("nan"))
+    backward.backward_add[(-(-rows // 32),)](parts, out, rows, SPLITS=splits, ROWS=32, DIM=dim, BLOCK_D=128)
+    torch.testing.assert_close(out, parts.sum(1))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_all_counters_are_cleared_and_nothing_else(deterministic):
     """Also two more than tiles of 32 queries, and those of more key-value heads than a program clears."""
+    from dataclasses import replace
+
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem, Operands
 
@@ -266,7 +298,7 @@ def test_all_counters_are_cleared_and_nothing_else(deterministic):
         batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
         dtype=torch.float32, softmax_scale=1.0, deterministic=deterministic,
     )  # fmt: skip
-    config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+    config = replace(backward_config.configs(problem, hardware.by_name("H200"))["backward"], splits=1)
     assert config.tile_m == 32
     count, rows = backward.num_counters(problem, config), backward.padded_rows(problem) * batch * heads
     assert count > backward.CLEARED.value

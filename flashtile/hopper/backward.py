@@ -425,7 +425,8 @@ def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile,
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr, PACKED: gl.constexpr):
+def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr, SPLITS: gl.constexpr,
+               PACKED: gl.constexpr):  # fmt: skip
     """The tile of k or v."""
     BOXES: gl.constexpr = boxes.num_boxes(desc, LIVE)
     mbarrier.wait(free.index(0), (turn & 1) ^ 1)
@@ -433,7 +434,7 @@ def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr,
     for half in gl.static_range(HALVES):
         row = walk.col_begin + HALF_N * half
         at, place_row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
-        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head, place_row, LIVE, PACKED)
+        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head // SPLITS, place_row, LIVE, PACKED)
 
 
 @gluon.jit
@@ -450,8 +451,8 @@ def _next_unit(counter):
 @gluon.jit
 def _load(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
-    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_M: gl.constexpr,
-    HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, SPLITS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
     TILE_N: gl.constexpr = HALVES * HALF_N
@@ -480,12 +481,14 @@ def _load(
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
                        head, num_heads, padded_rows, step, LIVE_D, TILE_M, Q_STAGES, PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, LIVE_D, HALVES, PACKED)
+                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, LIVE_D, HALVES,
+                           SPLITS, PACKED)  # fmt: skip
             _load_rows(dout_desc, neg_delta_desc, buffers.dout, buffers.neg_delta, barriers.dout_ready, barriers.dout_free,
                        walk, lengths, tile, head, num_heads, padded_rows, step, LIVE_DV, TILE_M, DOUT_STAGES,
                        PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, LIVE_DV, HALVES, PACKED)
+                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, LIVE_DV, HALVES,
+                           SPLITS, PACKED)  # fmt: skip
         first += walk.steps
         turn += 1
         unit = counted_from + _next_unit(counter)
@@ -1080,14 +1083,15 @@ def attention_backward(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_sum, counters, table, window,
     score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, batch_heads, heads_side_by_side,
     tail_heads, padded_rows,
-    GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, SPLITS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
-    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None.
+    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with SPLITS parts of each
+    group of heads as groups of their own, of dk_desc and dv_desc too.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1147,8 +1151,8 @@ def attention_backward(
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES, Q_STAGES,
-                     DOUT_STAGES, DETERMINISTIC)),
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, SPLITS, LIVE_D, LIVE_DV, TILE_M, HALVES,
+                     Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1175,8 +1179,8 @@ def attention_backward(
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES, Q_STAGES,
-                     DOUT_STAGES, DETERMINISTIC)),
+                     lengths, window, num_heads, padded_rows, GROUP_SIZE, SPLITS, LIVE_D, LIVE_DV, TILE_M, HALVES,
+                     Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1288,10 +1292,22 @@ def backward_convert(
     tl.store(ptrs, (x * scale).to(dq.ptr.dtype.element_ty), mask=exists)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def backward_add(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out, (num_rows, DIM): the sums in fp32 of parts, (num_rows, SPLITS, DIM). Both contiguous."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < num_rows)[:, None] & (cols < DIM)
+    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.load(parts + (rows * SPLITS + part)[:, None] * DIM + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
+
+
 # ---- launch ----
 
 
-# Rows of a program of backward_rows, and counters that it clears at once
+# Rows of a program of backward_rows and backward_add, and counters that the first clears at once
 ROW_TILE = 32
 CLEARED = tl.constexpr(128)
 
@@ -1307,6 +1323,9 @@ class Call(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    # Of each part of a group where these are split, or None
+    dk_parts: Any
+    dv_parts: Any
     # fp32, a number a row of each head of each sequence, or in a packed call of each head, padded: see `padded_rows`
     neg_lse: Any
     neg_delta: Any
@@ -1330,6 +1349,9 @@ def bind(problem, configs):
     # Rows that no sequence uses are no kernel's, but for those behind the last: see `plan_keys`.
     allocate = gradients(problem, clear_q=problem.has_seqused_q, clear_kv=problem.has_seqused_k)
     new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
+    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+    new_parts = [fresh((*rows, problem.num_heads_kv * config.splits, dim), zeros=problem.has_seqused_k)
+                 for dim in (problem.head_dim, problem.head_dim_v)]  # fmt: skip
     all_ready = None
 
     def call(operands, out, lse, dout, dlse):
@@ -1341,7 +1363,8 @@ def bind(problem, configs):
             q, k, v, dout = (tma_ready(x) for x in (q, k, v, dout))
             operands = operands._replace(q=q, k=k, v=v)
         dq, dk, dv = allocate(q, k, v)
-        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, new_workspace(q)
+        parts = (new(k) for new in new_parts) if config.splits > 1 else (None, None)
+        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, *parts, new_workspace(q)
         if q.numel() and k.numel():
             launches.run(*tensors)
         else:
@@ -1370,18 +1393,18 @@ def _without_pairs(problem, config, tensors):
 
 
 def _arrange(problem, config, tensors):
-    *operands, out, lse, dout, dlse, dq, dk, dv, workspace = tensors
+    *operands, out, lse, dout, dlse, dq, dk, dv, dk_parts, dv_parts, workspace = tensors
     operands = Operands(*operands)
     dq_sum, neg_lse, neg_delta, counters, table = workspace.split(workspace_sizes(problem, config))
     rows = padded_rows(problem) * total_heads(problem)
     table = table.view(torch.int32) if problem.varlen else None
-    return Call(operands, out, lse, dout, dlse, dq, dk, dv, neg_lse[:rows], neg_delta[:rows], dq_sum,
+    return Call(operands, out, lse, dout, dlse, dq, dk, dv, dk_parts, dv_parts, neg_lse[:rows], neg_delta[:rows], dq_sum,
                 counters.view(torch.int32), table)  # fmt: skip
 
 
 def kernels(problem):
     """What launches the kernels of a call, in order: functions of the problem, its config, a Call, and what launches."""
-    return (*([plan_keys] if problem.varlen else []), launch_rows, launch_main, launch_convert)
+    return (*([plan_keys] if problem.varlen else []), launch_rows, launch_main, launch_convert, launch_add)
 
 
 def padded_rows(problem):
@@ -1409,7 +1432,7 @@ def num_counters(problem, config):
     """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
     if problem.deterministic:
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
-    return 1 + (problem.batch * problem.num_heads_kv if problem.group_size > 1 else 0)
+    return 1 + (problem.batch * problem.num_heads_kv * config.splits if problem.group_size > config.splits else 0)
 
 
 def max_key_tiles(problem, config):
@@ -1453,7 +1476,7 @@ def plan_keys(problem, config, call, launch):
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
     rests = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),)
     if not problem.has_seqused_k:
-        rests += schedule.rest_of(call.dk, cu_seqlens_k), schedule.rest_of(call.dv, cu_seqlens_k)
+        rests += tuple(schedule.rest_of(x, cu_seqlens_k) for x in gradients_of_parts(call))
     packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
     arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests)
 
@@ -1468,18 +1491,20 @@ def launch_main(problem, config, call, launch):
     live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
     box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
     num_tiles = max_key_tiles(problem, config)
-    batch_heads = problem.batch * problem.num_heads_kv
-    num_units = num_tiles * (problem.num_heads_kv if problem.varlen else batch_heads)
+    dk, dv = gradients_of_parts(call)
+    heads_kv = problem.num_heads_kv * config.splits
+    batch_heads = problem.batch * heads_kv
+    num_units = num_tiles * (heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
         describe(operands.q, tile_m, box_d), describe(call.dout, tile_m, box_dv), describe(operands.k, half_n, box_d),
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
-        describe(call.dk, half_n, block_d), describe(call.dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
+        describe(dk, half_n, block_d), describe(dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        problem.num_heads_kv, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
+        heads_kv, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
-        "GROUP_SIZE": problem.group_size, "TILE_M": tile_m, "TILE_N": config.tile_n, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
-        "LIVE_D": live_d, "LIVE_DV": live_dv,
+        "GROUP_SIZE": problem.group_size // config.splits, "SPLITS": config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
         "DETERMINISTIC": problem.deterministic, "REGISTERS": config.registers,
@@ -1497,6 +1522,20 @@ def launch_convert(problem, config, call, launch):
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
+def gradients_of_parts(call):
+    """The dk and dv that the main kernel writes."""
+    return (call.dk, call.dv) if call.dk_parts is None else (call.dk_parts, call.dv_parts)
+
+
+def launch_add(problem, config, call, launch):
+    for parts, gradient in ((call.dk_parts, call.dk), (call.dv_parts, call.dv)):
+        if parts is not None:
+            dim = gradient.shape[-1]
+            rows = gradient.numel() // dim
+            constexprs = {"SPLITS": config.splits, "ROWS": ROW_TILE, "DIM": dim, "BLOCK_D": padded_dim(dim, 2)}
+            launch(backward_add, (triton.cdiv(rows, ROW_TILE),), (parts, gradient, rows), constexprs, num_warps=4)
+
+
 def heads_in_groups(problem, config):
     """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
     them.
@@ -1511,21 +1550,23 @@ def heads_in_groups(problem, config):
     tiles of its head run at once.
     """
     causal = problem.window[1] is not None
+    group_size = problem.group_size // config.splits
     # Which heads go down changes the order of sums, which no GPU's size may
     programs = 132 if problem.deterministic else config.num_programs
     if problem.deterministic and not causal:
-        rows = 2 * programs * config.tile_m // problem.group_size
+        rows = 2 * programs * config.tile_m // group_size
         return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     if problem.varlen:
         return (2 * programs * config.tile_n if causal else 0), 1
     if not causal:
         return 1, 0
     num_tiles = max_key_tiles(problem, config)
-    heads = min(16, max(1, (1 if problem.group_size > 1 else 2) * programs // num_tiles))
+    heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
     if not problem.deterministic:
         return heads, 0
     # At least a tile a program, and some heads that go up
-    heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(problem.batch * problem.num_heads_kv, 2))
+    all_heads = problem.batch * problem.num_heads_kv * config.splits
+    heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
     return heads, heads
 
 

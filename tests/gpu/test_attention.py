@@ -10,7 +10,7 @@ import torch
 from cases import BY_NAME, CASES, LARGE, SHORT, Case
 
 import flashtile
-from flashtile import dispatch, hardware
+from flashtile import dispatch, hardware, ops
 from flashtile.problem import AttentionProblem
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +74,37 @@ def skip_refused(tier, case, dtype):
 def test_case(tier, case, dtype, poisoned):
     skip_refused(tier, case, dtype)
     checks.check_attention(case, dtype, "cuda")
+
+
+@pytest.fixture
+def whole_groups(monkeypatch):
+    """A program has all query heads of its keys, as in long calls."""
+    from flashtile.hopper import backward_config
+
+    def forget():
+        dispatch.plan.cache_clear()
+        ops._CALLS.__init__()
+
+    monkeypatch.setattr(backward_config, "TILES_A_PROGRAM", 0)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.heads_kv < case.heads])
+def test_whole_groups(tier, name, whole_groups, poisoned):
+    skip_refused(tier, BY_NAME[name], torch.bfloat16)
+    checks.check_attention(BY_NAME[name], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("kind", range(NUM_KINDS))
+def test_whole_groups_at_random(tier, kind, whole_groups, poisoned):
+    cases = (random_case(kind + NUM_KINDS * i) for i in range(20))
+    case = next(case for case in cases if case.heads_kv < case.heads)
+    skip_refused(tier, case, torch.bfloat16)
+    checks.check_attention(case, torch.bfloat16, "cuda")
 
 
 def test_infinite_sink(tier, poisoned):
