@@ -76,6 +76,13 @@ def test_decode_on_a_cache(capsys):
     assert "expected none for a latent cache" in capsys.readouterr().err
 
 
+def test_parts_of_groups_in_the_backward(capsys):
+    """One key-value head of 8192 tokens has too few tiles of keys for all multiprocessors."""
+    shape = ("--mode", "fwd_bwd", "--target", "H200", "-b", "1", "-s", "8k", "--nheads", "8", "-d", "128", "--causal")
+    assert "4 parts of a group of heads" in explain(capsys, *shape, "--nheads-kv", "1")[1]
+    assert "parts of a group" not in explain(capsys, *shape, "--nheads-kv", "8")[1]
+
+
 @pytest.mark.parametrize("flags, words", [
     (("--nheads", "256"), "at most 128 heads"), (("--seqlen-q", "9"), "at most 8 query"),
     (("--window", "5,0"), "has no ALiBi, window"),

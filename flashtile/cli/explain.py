@@ -203,4 +203,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
 def _tiles(config):
     heads = getattr(config, "heads", 1)
     words = f"{config.tile_m}x{config.tile_n} warps {config.num_warps} stages {config.num_stages}"
+    parts = getattr(config, "splits", 1)
+    if parts > 1:
+        words += f", {parts} parts of a group of heads"
     return f"{words}, {heads} heads a tile" if heads > 1 else words

@@ -27,6 +27,10 @@ L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before th
 first, and a program that takes a tile of keys begins where others of that key-value head are (`at_step`), and goes round. How
 much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
+Where there are fewer than two tiles of keys a program, each part of a group of query heads is a group of its own, with a dk
+and dv of its own, which a small kernel adds in fp32 (`backward_config.splits_of`): one key-value head of 8192 tokens is 64
+tiles for 132 programs, each with a walk over all heads.
+
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
 dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
@@ -83,6 +87,12 @@ do_bench, medians of two or three shuffled rounds, +-2%; not recorded):
         128 1.13, causal 1.23; 256 causal 1.20. What Philox adds to the seed made again in each step, where it took registers
         and 48 to 128 bytes of spills: 1.04, causal 1.03; 128 1.32 (1.18), causal 1.20 (1.00); 256 causal 1.06 (1.46)
     a softcap by polynomials (`scores.logits`; 2 x 8192, causal): head dim 128 1.29, 256 1.11
+
+    parts of groups as programs of their own; us on an H100, eager calls, causal, heads of queries and of keys; in brackets 2, 4
+        and 8 parts (7 of 28/4), then cuDNN: 8/1 8192 tokens 1946 (1025, 579, 584), 788; 2048 487 (275, 156, 106), 107; 32768
+        9440 (9200, 8990, 8730), 10101; 16/2 4096 1012 (557, 337, 354), 470; 28/4 4096 929 (636), 735; 32/8 2048 302 (229, 237),
+        298; without a mask 8/1 8192 1932 (1073, 1098, 1104), 1236. With two tiles a program it costs: 32/8 4096 619 (665, 685),
+        16 x 512 450 (485, 514), head dim 64, 64/8 4096 698 (724, 738, 766)
 
 deterministic=True takes 0.99 to 1.06 times as long as the free order at head dim 64, 1.01 to 1.04 at 128, 1.06 to 1.13 at 256
 (benchmarks/results/nvidia-h200/deterministic.json). As time over that of the free order, with heads that go up, and in brackets
@@ -425,7 +435,7 @@ def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile,
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr, SPLITS: gl.constexpr,
+def _load_keys(desc, smem, ready, free, walk, splits, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr,
                PACKED: gl.constexpr):  # fmt: skip
     """The tile of k or v."""
     BOXES: gl.constexpr = boxes.num_boxes(desc, LIVE)
@@ -434,7 +444,7 @@ def _load_keys(desc, smem, ready, free, walk, lengths, turn, LIVE: gl.constexpr,
     for half in gl.static_range(HALVES):
         row = walk.col_begin + HALF_N * half
         at, place_row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
-        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head // SPLITS, place_row, LIVE, PACKED)
+        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head // splits, place_row, LIVE, PACKED)
 
 
 @gluon.jit
@@ -451,7 +461,7 @@ def _next_unit(counter):
 @gluon.jit
 def _load(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
-    num_heads, padded_rows, GROUP_SIZE: gl.constexpr, SPLITS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    num_heads, splits, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
     TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
@@ -481,14 +491,14 @@ def _load(
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
                        head, num_heads, padded_rows, step, LIVE_D, TILE_M, Q_STAGES, PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, lengths, turn, LIVE_D, HALVES,
-                           SPLITS, PACKED)  # fmt: skip
+                _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, splits, lengths, turn, LIVE_D,
+                           HALVES, PACKED)  # fmt: skip
             _load_rows(dout_desc, neg_delta_desc, buffers.dout, buffers.neg_delta, barriers.dout_ready, barriers.dout_free,
                        walk, lengths, tile, head, num_heads, padded_rows, step, LIVE_DV, TILE_M, DOUT_STAGES,
                        PACKED)  # fmt: skip
             if i == 0:
-                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, lengths, turn, LIVE_DV, HALVES,
-                           SPLITS, PACKED)  # fmt: skip
+                _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, splits, lengths, turn, LIVE_DV,
+                           HALVES, PACKED)  # fmt: skip
         first += walk.steps
         turn += 1
         unit = counted_from + _next_unit(counter)
@@ -1076,22 +1086,22 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=[
-    "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "batch_heads", "heads_side_by_side", "tail_heads",
-    "padded_rows",
+    "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "splits", "batch_heads", "heads_side_by_side",
+    "tail_heads", "padded_rows",
 ])  # fmt: skip
 def attention_backward(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_sum, counters, table, window,
-    score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, batch_heads, heads_side_by_side,
+    score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, splits, batch_heads, heads_side_by_side,
     tail_heads, padded_rows,
-    GROUP_SIZE: gl.constexpr, SPLITS: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
-    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with SPLITS parts of each
-    group of heads as groups of their own, of dk_desc and dv_desc too.
+    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with each of `splits` parts
+    of a group of heads as a group of its own, as in dk_desc and dv_desc.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1151,7 +1161,7 @@ def attention_backward(
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, SPLITS, LIVE_D, LIVE_DV, TILE_M, HALVES,
+                     lengths, window, num_heads, splits, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES,
                      Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
@@ -1179,7 +1189,7 @@ def attention_backward(
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, padded_rows, GROUP_SIZE, SPLITS, LIVE_D, LIVE_DV, TILE_M, HALVES,
+                     lengths, window, num_heads, splits, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES,
                      Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
@@ -1500,10 +1510,10 @@ def launch_main(problem, config, call, launch):
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(dk, half_n, block_d), describe(dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        heads_kv, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
+        heads_kv, config.splits, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
-        "GROUP_SIZE": problem.group_size // config.splits, "SPLITS": config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
+        "GROUP_SIZE": problem.group_size // config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
