@@ -167,12 +167,19 @@ def test_memory_on_a_cpu_is_formulas_only():
 
 
 def test_flash_memory_knows_what_the_hopper_backward_adds(monkeypatch):
+    from types import SimpleNamespace
+
     from flashtile import hardware
 
-    monkeypatch.setattr(memory, "_backward_tier", lambda case, device: "hopper")
-    more = memory.predicted_bytes(B2_H16, "flashtile", "fwd_bwd", hardware.by_name("H200"))
+    def predicted(case, splits):
+        plan = SimpleNamespace(tier="hopper", configs={"backward": SimpleNamespace(splits=splits)})
+        monkeypatch.setattr(memory, "_backward_plan", lambda case, device: plan)
+        return memory.predicted_bytes(case, "flashtile", "fwd_bwd", hardware.by_name("H200")) / 2**20
+
     # as measured: fp32 dq, and lse in base 2
-    assert more / 2**20 == 48.375
+    assert predicted(B2_H16, 1) == 48.375
+    # dk and dv of 2 parts of each of 4 groups, 8 MiB for all 4 heads each
+    assert predicted(GROUPED, 2) - predicted(GROUPED, 1) == 2 * (8 + 8)
 
 
 # --- tables and plots ----------------------------------------------------------------------------------------------------

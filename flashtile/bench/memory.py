@@ -146,20 +146,23 @@ def _flash(case, mode, device):
     forward = s["out"] + s["row"]
     if mode == "fwd":
         return forward
-    # delta; the Hopper tier also has lse in base 2 and sums dq in fp32
+    # delta; the Hopper tier also has lse in base 2, sums dq in fp32, and may have dk and dv of parts of groups of heads
     working = s["row"]
-    if device is not None and device.arch != "cpu" and _backward_tier(case, device) == "hopper":
+    plan = None if device is None or device.arch == "cpu" else _backward_plan(case, device)
+    if plan is not None and plan.tier == "hopper":
         working += s["row"] + s["q"] * 4 // case.torch_dtype.itemsize
+        splits = plan.configs["backward"].splits
+        working += splits * (s["k"] + s["v"]) if splits > 1 else 0
     return forward + working + s["q"] + s["k"] + s["v"]
 
 
-def _backward_tier(case, device) -> str:
+def _backward_plan(case, device):
     from flashtile import dispatch, settings
     from flashtile.errors import UnsupportedError
 
     try:
-        return dispatch.plan(case.problem(), device, "backward", settings.preferred_tiers()).tier
+        return dispatch.plan(case.problem(), device, "backward", settings.preferred_tiers())
     except UnsupportedError:
-        return ""
+        return None
 
 
