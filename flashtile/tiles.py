@@ -19,6 +19,32 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeyTileConfig(TileConfig):
+    """Of a kernel whose programs own keys. splits: parts of a group of query heads, each with a dk and dv of its own."""
+
+    splits: int = 1
+
+
+# Of keys, causal or not: with fewer, groups of query heads are split. Measured on an H100, see hopper/backward.py
+TILES_A_PROGRAM = 1.9
+
+
+def group_splits(problem, tile_n, num_sms) -> int:
+    """Parts of a group of query heads, as few as give each multiprocessor TILES_A_PROGRAM tiles of keys."""
+    # Where the order of sums is fixed, it must not depend on the size of a GPU
+    wanted = TILES_A_PROGRAM * (132 if problem.deterministic else num_sms)
+    key_tiles = problem.total_k // tile_n + problem.batch if problem.varlen else problem.batch * -(-problem.seqlen_k // tile_n)
+    units = max(1, key_tiles * problem.num_heads_kv)
+    return next(n for n in range(1, problem.group_size + 1)
+                if problem.group_size % n == 0 and (units * n >= wanted or n == problem.group_size))  # fmt: skip
+
+
+def with_splits(config, problem, num_sms) -> KeyTileConfig:
+    return KeyTileConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages,
+                         group_splits(problem, config.tile_n, num_sms))  # fmt: skip
+
+
 class Row(NamedTuple):
     """One entry: the kernel, the largest head dim and element size it is for, the device, and where it comes from."""
 

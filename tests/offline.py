@@ -89,7 +89,7 @@ def _launch(kernel, row, problem, operands):
     elif kernel == "delta":
         backward.launch_delta(problem, row.config, common, out, lse, out, None)
     elif kernel == "dkdv":
-        backward.launch_dkdv(problem, row.config, common, operands, lse, lse, out)
+        backward.launch_dkdv(problem, tiles.with_splits(row.config, problem, num_sms=1), common, operands, lse, lse, out)
     elif kernel == "dq":
         backward.launch_dq(problem, row.config, common, operands, lse, lse, out)
     elif kernel == "dslopes":

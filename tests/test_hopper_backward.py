@@ -142,6 +142,7 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
 
 def test_parts_of_groups():
     """As few as give each program some tiles of keys."""
+    from flashtile import tiles
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem
 
@@ -149,7 +150,7 @@ def test_parts_of_groups():
         problem = AttentionProblem(batch, seqlen, seqlen, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0)
         return backward_config.configs(problem, hardware.by_name("H200"))["backward"].splits
 
-    wanted = backward_config.TILES_A_PROGRAM * 132
+    wanted = tiles.TILES_A_PROGRAM * 132
     shapes = (1, 8192, 8, 1), (1, 128, 32, 8), (4, 8192, 32, 8), (1, 4096, 28, 4), (2, 300, 6, 6)
     for batch, seqlen, heads, heads_kv in shapes:
         parts, tiles = splits(batch, seqlen, heads, heads_kv), batch * -(-seqlen // 128) * heads_kv
@@ -280,8 +281,10 @@ def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
 
 @pytest.mark.parametrize(("rows", "splits", "dim"), [(70, 4, 24), (1, 7, 128)])
 def test_parts_are_added(rows, splits, dim):
+    from flashtile.device import groups
+
     parts, out = torch.randn(rows, splits, dim), torch.full((rows, dim), float("nan"))
-    backward.backward_add[(-(-rows // 32),)](parts, out, rows, SPLITS=splits, ROWS=32, DIM=dim, BLOCK_D=128)
+    groups.add_parts[(-(-rows // 32),)](parts, out, rows, SPLITS=splits, ROWS=32, DIM=dim, BLOCK_D=128)
     torch.testing.assert_close(out, parts.sum(1))
 
 

@@ -69,12 +69,13 @@ def run(case, kernels, device, seed: int = 0, say=lambda text: None) -> list[Row
     delta = torch.randn_like(lse)
     common = common_arguments(problem, operands)
     bound = cache(lambda config: forward.bind(problem, config))
+    here = hardware.detect(device)
     launches = {
         "forward": lambda config: bound(config)(operands),
-        "dkdv": lambda config: backward.launch_dkdv(problem, config, common, operands, lse, delta, dout),
+        "dkdv": lambda config: backward.launch_dkdv(problem, tiles.with_splits(config, problem, here.num_sms), common, operands,
+                                                    lse, delta, dout),
         "dq": lambda config: backward.launch_dq(problem, config, common, operands, lse, delta, dout),
     }
-    here = hardware.detect(device)
     block_dim = tiles.padded_dim(max(case.head_dim, case.head_dim_v), problem.dtype.itemsize)
     rows = []
     for kernel in kernels:

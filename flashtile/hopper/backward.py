@@ -28,7 +28,7 @@ first, and a program that takes a tile of keys begins where others of that key-v
 much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
 Where there are fewer than two tiles of keys a program, each part of a group of query heads is a group of its own, with a dk
-and dv of its own, which a small kernel adds in fp32 (`backward_config.splits_of`): one key-value head of 8192 tokens is 64
+and dv of its own, which a small kernel adds in fp32 (`tiles.group_splits`): one key-value head of 8192 tokens is 64
 tiles for 132 programs, each with a walk over all heads.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
@@ -159,7 +159,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.device import columns, masks, schedule, scores
+from flashtile.device import columns, groups, masks, schedule, scores
 from flashtile.device import dropout as dropouts
 from flashtile.device.compat import (
     TensorDescriptor,
@@ -1302,22 +1302,10 @@ def backward_convert(
     tl.store(ptrs, (x * scale).to(dq.ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def backward_add(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out, (num_rows, DIM): the sums in fp32 of parts, (num_rows, SPLITS, DIM). Both contiguous."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_D)[None, :]
-    mask = (rows < num_rows)[:, None] & (cols < DIM)
-    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for part in tl.static_range(SPLITS):
-        total += tl.load(parts + (rows * SPLITS + part)[:, None] * DIM + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
-
-
 # ---- launch ----
 
 
-# Rows of a program of backward_rows and backward_add, and counters that the first clears at once
+# Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
 CLEARED = tl.constexpr(128)
 
@@ -1359,9 +1347,7 @@ def bind(problem, configs):
     # Rows that no sequence uses are no kernel's, but for those behind the last: see `plan_keys`.
     allocate = gradients(problem, clear_q=problem.has_seqused_q, clear_kv=problem.has_seqused_k)
     new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
-    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    new_parts = [fresh((*rows, problem.num_heads_kv * config.splits, dim), zeros=problem.has_seqused_k)
-                 for dim in (problem.head_dim, problem.head_dim_v)]  # fmt: skip
+    new_parts = groups.new_parts(problem, config.splits, zeros=problem.has_seqused_k)
     all_ready = None
 
     def call(operands, out, lse, dout, dlse):
@@ -1373,8 +1359,7 @@ def bind(problem, configs):
             q, k, v, dout = (tma_ready(x) for x in (q, k, v, dout))
             operands = operands._replace(q=q, k=k, v=v)
         dq, dk, dv = allocate(q, k, v)
-        parts = (new(k) for new in new_parts) if config.splits > 1 else (None, None)
-        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, *parts, new_workspace(q)
+        tensors = *operands, out, lse, dout, dlse, dq, dk, dv, *new_parts(k), new_workspace(q)
         if q.numel() and k.numel():
             launches.run(*tensors)
         else:
@@ -1538,12 +1523,8 @@ def gradients_of_parts(call):
 
 
 def launch_add(problem, config, call, launch):
-    for parts, gradient in ((call.dk_parts, call.dk), (call.dv_parts, call.dv)):
-        if parts is not None:
-            dim = gradient.shape[-1]
-            rows = gradient.numel() // dim
-            constexprs = {"SPLITS": config.splits, "ROWS": ROW_TILE, "DIM": dim, "BLOCK_D": padded_dim(dim, 2)}
-            launch(backward_add, (triton.cdiv(rows, ROW_TILE),), (parts, gradient, rows), constexprs, num_warps=4)
+    groups.launch_add(call.dk_parts, call.dk, config.splits, launch)
+    groups.launch_add(call.dv_parts, call.dv, config.splits, launch)
 
 
 def heads_in_groups(problem, config):

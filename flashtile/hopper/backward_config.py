@@ -4,14 +4,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashtile.tiles import TileConfig, live_columns, padded_dim
+from flashtile.tiles import KeyTileConfig, group_splits, live_columns, padded_dim
 
 # Scores start from -lse / scale (see backward.py): a scale near 0 would overflow there.
 SMALLEST_SCALE = 2.0**-40
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardConfig(TileConfig):
+class BackwardConfig(KeyTileConfig):
     """Tiles of the main kernel; num_stages is that of q.
 
     by_rows: two partitions own 64 keys each and do every product but dq; else they own the same keys and a product each.
@@ -24,8 +24,6 @@ class BackwardConfig(TileConfig):
     registers: int = 208
     # one to a multiprocessor
     num_programs: int = 132
-    # Parts of a group of query heads, each with a dk and dv of its own, which are added
-    splits: int = 1
 
 
 # By the larger padded head dim. Chosen among, on an H200 at 4096 tokens without a mask, TFLOP/s of a first version (the rows
@@ -39,8 +37,6 @@ CONFIGS = {
     128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
-# Of keys, causal or not: with fewer, groups of query heads are split
-TILES_A_PROGRAM = 1.9
 # For larger head dims with at most 320 columns of dk and dv, as 192/128: those of 128 keys fit in registers beside scores of 32
 # queries. A tile of 64 keys reads and adds to twice as many bytes in L2, whose rate is the limit there (see backward.py).
 FLAT = BackwardConfig(32, 128, 16, 4, dout_stages=2, registers=216)
@@ -78,15 +74,5 @@ def configs(problem, device) -> dict:
     if problem.deterministic:
         # A third takes 0.99 to 1.05 of the time of two where the order is fixed (one run, not recorded).
         config = replace(config, dscores_stages=min(config.dscores_stages, 2))
-    # The order of sums must not depend on the size of a GPU where it is fixed
-    programs = 132 if problem.deterministic else device.num_sms
-    return {"backward": replace(config, num_programs=device.num_sms, splits=splits_of(problem, config.tile_n, programs))}
-
-
-def splits_of(problem, tile_n, programs) -> int:
-    """Parts of a group, as few as give TILES_A_PROGRAM tiles of keys to each program."""
-    key_tiles = problem.total_k // tile_n + problem.batch if problem.varlen else problem.batch * -(-problem.seqlen_k // tile_n)
-    wanted = TILES_A_PROGRAM * programs
-    units = max(1, key_tiles * problem.num_heads_kv)
-    return next(n for n in range(1, problem.group_size + 1)
-                if problem.group_size % n == 0 and (units * n >= wanted or n == problem.group_size))  # fmt: skip
+    return {"backward": replace(config, num_programs=device.num_sms,
+                                splits=group_splits(problem, config.tile_n, device.num_sms))}  # fmt: skip

@@ -5,6 +5,8 @@ import torch
 from flashtile import settings, tiles
 
 DIRECTIONS = ("forward", "backward", "dslopes", "decode")
+# Programs of the interpreter: few, so that its tests have groups of heads that are split, and some that are not
+INTERPRETED_SMS = 2
 KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq"), "dslopes": ("delta", "dq")}
 
 
@@ -38,7 +40,10 @@ def _refuses_decode(problem, device) -> str | None:
 def configs(problem, device, direction) -> dict:
     if direction == "decode":
         return {"decode": tiles.decode_config(problem, device)}
-    return {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
+    chosen = {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
+    if "dkdv" in chosen:
+        chosen["dkdv"] = tiles.with_splits(chosen["dkdv"], problem, device.num_sms or INTERPRETED_SMS)
+    return chosen
 
 
 def bind_forward(problem, configs):

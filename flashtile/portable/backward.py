@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from flashtile.device import dropout as dropouts
-from flashtile.device import masks, schedule, scores
+from flashtile.device import groups, masks, schedule, scores
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
@@ -120,19 +120,22 @@ def _absorb_query_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "splits"])
 def attention_dkdv(
     q, k, v, dout, lse, delta, dk, dv, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
-    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    splits, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile of TILE_N keys of one key-value head; walks over the query tiles of every head in its group."""
+    """One program a tile of TILE_N keys of one key-value head; walks over the query tiles of every head in its group.
+
+    With `splits` parts of a group, GROUP_SIZE heads each, in its part; dk and dv are then those of parts.
+    """
     work = schedule.tile_of_program(num_tiles, num_heads // GROUP_SIZE, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     col_begin = work.tile * TILE_N
     if col_begin < lengths.seqlen_k:
-        k_ptr = head_ptr(k, work.batch, lengths.start_k, work.head)
-        v_ptr = head_ptr(v, work.batch, lengths.start_k, work.head)
+        k_ptr = head_ptr(k, work.batch, lengths.start_k, work.head // splits)
+        v_ptr = head_ptr(v, work.batch, lengths.start_k, work.head // splits)
         k_tile = load_tile(k_ptr, col_begin, lengths.seqlen_k, k.row_stride, TILE_N, HEAD_DIM, BLOCK_D, True, WIDE)
         v_tile = load_tile(v_ptr, col_begin, lengths.seqlen_k, v.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, True, WIDE)
         tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
@@ -248,11 +251,12 @@ def bind(problem, configs):
     """
     launches = Launches(partial(_start, problem, configs))
     allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
+    new_parts = groups.new_parts(problem, configs["dkdv"].splits, zeros=problem.varlen)
 
     def call(operands, out, lse, dout, dlse):
         dq, dk, dv = allocate(*operands[:3])
         delta = _allocate_like(lse, problem)
-        launches.run(*operands, out, lse, dout, dlse, delta, dq, dk, dv)
+        launches.run(*operands, out, lse, dout, dlse, delta, dq, dk, dv, *new_parts(operands.k))
         return dq, dk, dv, sinks_gradient(operands.sinks, lse, delta)
 
     return call
@@ -289,11 +293,11 @@ def _start_dslopes(problem, configs, launch, *tensors):
 
 
 def _start(problem, configs, launch, *tensors):
-    *operands, out, lse, dout, dlse, delta, dq, dk, dv = tensors
+    *operands, out, lse, dout, dlse, delta, dq, dk, dv, dk_parts, dv_parts = tensors
     operands = Operands(*operands)
     common = common_arguments(problem, operands)
     launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
-    launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, (dk, dv), launch)
+    launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, (dk, dv, dk_parts, dv_parts), launch)
     launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, dq, None, launch)
 
 
@@ -311,16 +315,24 @@ def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, laun
 
 
 def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=None, launch=launch_now):
-    """Write dk and dv, of the shapes of k and v, contiguous."""
-    dk, dv = outputs or (_allocate_like(x, problem) for x in operands[1:3])
+    """Write dk and dv, of the shapes of k and v, contiguous; outputs: these, and those of `groups.new_parts`."""
+    if outputs is None:
+        parts = groups.new_parts(problem, config.splits, zeros=problem.varlen)(operands.k)
+        outputs = *(_allocate_like(x, problem) for x in operands[1:3]), *parts
+    dk, dv, dk_parts, dv_parts = outputs
+    written = (dk, dv) if dk_parts is None else (dk_parts, dv_parts)
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     arguments = (
-        *_inputs(operands, lse, delta, dout), rows_of(dk), rows_of(dv), common.packing, common.window, common.score_params,
-        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        *_inputs(operands, lse, delta, dout), *map(rows_of, written), common.packing, common.window, common.score_params,
+        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, config.splits,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    grid = schedule.grid_of(num_tiles, problem.num_heads_kv, problem.batch)
+    constexprs["GROUP_SIZE"] = problem.group_size // config.splits
+    grid = schedule.grid_of(num_tiles, problem.num_heads_kv * config.splits, problem.batch)
     _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
+    if 0 not in grid:
+        groups.launch_add(dk_parts, dk, config.splits, launch)
+        groups.launch_add(dv_parts, dv, config.splits, launch)
 
 
 def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslopes=None, launch=launch_now):

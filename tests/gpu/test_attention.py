@@ -79,13 +79,13 @@ def test_case(tier, case, dtype, poisoned):
 @pytest.fixture
 def whole_groups(monkeypatch):
     """A program has all query heads of its keys, as in long calls."""
-    from flashtile.hopper import backward_config
+    from flashtile import tiles
 
     def forget():
         dispatch.plan.cache_clear()
         ops._CALLS.__init__()
 
-    monkeypatch.setattr(backward_config, "TILES_A_PROGRAM", 0)
+    monkeypatch.setattr(tiles, "TILES_A_PROGRAM", 0)
     forget()
     yield
     forget()

@@ -1,0 +1,44 @@
+"""Add what the parts of a group of query heads gave to the gradients of the keys and values that they share.
+
+Where keys are few, a program has some heads of a group, not all (`tiles.group_splits`), and a dk and dv of its own for them.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.outputs import fresh
+from flashtile.tiles import padded_dim
+
+ROWS = 32
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """out, (num_rows, DIM): the sums in fp32 of parts, (num_rows, SPLITS, DIM), in their order. Both contiguous."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < num_rows)[:, None] & (cols < DIM)
+    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for part in tl.static_range(SPLITS):
+        total += tl.load(parts + (rows * SPLITS + part)[:, None] * DIM + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
+
+
+def new_parts(problem, splits, zeros):
+    """The function of k that gives dk and dv of the parts, contiguous; with one part None each: those are the gradients."""
+    if splits == 1:
+        return lambda k: (None, None)
+    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+    shape = *rows, problem.num_heads_kv * splits
+    new_dk, new_dv = (fresh((*shape, dim), zeros=zeros) for dim in (problem.head_dim, problem.head_dim_v))
+    return lambda k: (new_dk(k), new_dv(k))
+
+
+def launch_add(parts, gradient, splits, launch):
+    """gradient, contiguous, from its parts; where these are None nothing."""
+    if parts is None:
+        return
+    dim = gradient.shape[-1]
+    rows = gradient.numel() // dim
+    constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": padded_dim(dim, gradient.element_size())}
+    launch(add_parts, (triton.cdiv(rows, ROWS),), (parts, gradient, rows), constexprs, num_warps=4)
