@@ -87,11 +87,13 @@ ragged to 16k 16 27.8, 28.9, 32 75.8, 87.2, 64 180.3, 186.6, and 1, 2k 13.7, 15.
 32, 8k from 32 of ragged lengths, so no kernel was left out. It is not the merge: with shares of whole row tiles where lengths
 are equal, so that nothing is merged, one loop takes what it takes (194.5, 367.0, and with pages 216.9 for 199.4, since half of
 the programs have nothing to do). By its machine code one loop issues its loads behind 170 instructions of addresses, a loop a
-row tile between the last products. A share that keeps the queries of a row tile (KEPT_FROM), which it read from L2 with each
+row tile between the last products. A share that keeps the queries of a row tile (KEEPS_Q), which it read from L2 with each
 key tile: 16, 8k 194.1 to 190.9 (187.2), 64, 8k 710.8 to 705.1 (706.1), 64, 2k with 64 heads 194.0 to 193.3 (192.1), ragged 64
 181.0 to 179.8; with tiles of 64 keys, pages of 64 198.6 to 197.2 and 723.9 to 720.2, but 1, 2k 13.7 to 14.2 and 1, 8k 25.2 to
 26.0. Loaded under a branch where a row tile begins, and then in registers: 191.1, 705.1, 194.1, ragged 32 82.3 for 76.6, 64
 184.7, 1, 8k 25.5; where the one before ends, for the loop's first before it: 190.4, 707, 194.7, 80.5, 182.9, 25.9.
+On an H200 to keep them gains nothing (16, 8k 135.5 and 135.4, 64, 8k 487 to 489, ragged 399 to 403, with pages of 64 by 128x8
+505 to 538), so only an H100 does, without pages.
 The cold L2 cache of these times is full of lines to be written back, which is most of the distance to the floor of small calls:
 with the cache emptied by reads 1, 8k takes 20.0 to 20.8 for 25.8 (20.6 to 21.3 for 26.0). Keys and values that replace one
 another and not those lines (eviction_policy "evict_first") save 3 to 5 us of a call of 16 MB or more, measured with loads
@@ -136,21 +138,24 @@ A short sequence in a large cache costs what it does in one of its length: 16 of
 (8, 512, 128x8), but 32.4 for 27.0 (16, 100 to 2k). Page 64 with 64x4 and 128x8: 64 of 100 to 4k 132.5 and 138, 64 of 2k 135
 and 132, 16 of 8k 131 and 130, 64 of 8k 492 and 497.
 Other shapes on an H100, us of single runs in graphs with a cold L2, cuDNN and FlashAttention-3 in brackets; heads of queries
-and of keys, batch, keys:
+and of keys, batch, keys; then what an H200 takes, as far as it was tried:
 
 - one program an SM where keys are few, and each program of `merge_parts` with so few columns that it has all parts at once: 8/1
   1, 8k 14.6 to 11.8 (13.9, 19.9), 1, 16k 20.1 to 14.2, 1, 32k 24.7 to 17.2, 1, 128k 46.5 to 39.6; 28/4 1, 8k 19.9 to 17.6
   (19.3, 22.7); 32/8 1, 2k 13.8 to 13.5, 2, 2k 17.3 to 16.7, 4, 4k 39.4 to 38.5, 1, 32k 64.0 to 63.1 (63.2, 69.7). Columns
   alone, with two programs an SM: 11.8, 15.8, 20.7, 42.1; 18.6; 13.7, 17.2, 39.3, 64.1; one program alone 14.5, 17.0, 19.7,
-  42.6; 17.6; 13.5, 16.8, 38.5, 63.3. Lengths to 16k, 16 sequences, 8/1: 13.3, 13.8. Head dim 64, 64/8, 1, 8k: 17.5, 17.9, so
-  not there.
+  42.6; 17.6; 13.5, 16.8, 38.5, 63.3. H200, two programs and one, both with columns: 8/1 1, 64k 23.9, 21.9 (25.0), 1, 128k 34.1,
+  32.8 (38.7); 32/8 1, 8k 21.4, 21.2, 2, 4k 21.1, 21.2, 1, 16k 31.6, 32.1, 4, 4k 31.0, 31.8, 1, 32k 49.0, 51.6 (48.7): so one
+  up to 512 keys of a head an SM, or for one or two row tiles. Head dim 64, 64/8, 1, 8k: 17.5, 17.9, so not there.
 - up to 32 heads of keys side by side, not 8: 32/32 32, 4k of head dim 128 728 to 712 (707, 729), 96 613 to 594 (593, 573), 64
-  385 to 367; 16/16 of 64 198 to 195 (192, 224).
+  385 to 367; 16/16 of 64 198 to 195 (192, 224). H200: 490 to 484 (491), 96 by 64x4 429 to 421 (423).
 - head dim 256, alone on an SM with 3 stages, not two with 2: 16/8 8, 2k 72.7 to 64.0 (68.3, 67.4), 1, 8k 44.0 to 40.9 (45.7,
   44.4), 32, 4k 374 to 370 (396, 372), 16, 4k with 8 query tokens 211 to 199 (-, 199). Tiles of 32 keys 65.1, 44.1, 374, 224.
+  H200 8, 2k 60 to 49 (60), 32, 4k 279 to 264 (333), but with pages of 64 263 to 281.
 - head dim 64, 128 keys by 4 warps, two to an SM, not by 8 alone: 64/8 128, 1k 113.9 to 110.9 (107.4, 145.8), with pages of 64
-  118.3 to 111.4, ragged to 16k 108.1 to 101.9, 115.3 to 102.1. 256 keys by 8 warps 113.0, 105.3.
-- head dim 96: none of 8 tiles is faster. 4 stages 648 for 612.
+  118.3 to 111.4, ragged to 16k 108.1 to 101.9, 115.3 to 102.1. 256 keys by 8 warps 113.0, 105.3. H200 32, 4k 97.7 to 79.6
+  (76.7), 128, 1k 102.9 to 81.1 (77.7); 64 keys 88.8, 91.4.
+- head dim 96: none of 8 tiles is faster; 4 stages 648 for 612. H200 32/32 32, 4k 128x8 477, 64x4 421 (423).
 - 17 to 32 rows, few keys, 32x64 alone on an SM, not 64x64: 8/1 1, 8k with 4 query tokens 17.9 to 13.6 (-, 19.2), 32/8 with 8
   28.3 to 27.6; lengths to 16k 32.9 to 35.7, so not where keys are many. Head dim 64, 32, 4k: 118 to 139.
 
@@ -183,8 +188,6 @@ INTERPRETED_SMS = 4
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
-# Keys of a tile from which on a share, which then has many, keeps the queries of a row tile
-KEPT_FROM = tl.constexpr(128)
 LSE_COPIES = tl.constexpr(4)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
@@ -536,8 +539,8 @@ def _attend_share(
     shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
     num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, KEEPS_Q: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share that has some, where no sequence has a second row tile."""
     start = share * shares.share
@@ -556,14 +559,13 @@ def _attend_share(
     page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
     acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    KEEP_Q: tl.constexpr = TILE_N >= KEPT_FROM
     q_tile = tl.zeros((TILE_M, BLOCK_D), q.ptr.dtype.element_ty)
     for position in tl.range(start, stop):
         col_begin = (first_tile + tile) * TILE_N
         # Asked for with each tile, as part of the pipeline
         is_first = (tile == part.begin) | (position == start)
-        loaded = _load_queries(q, part, lengths, is_first | (not KEEP_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
-        q_tile = tl.where(is_first, loaded, q_tile) if KEEP_Q else loaded
+        loaded = _load_queries(q, part, lengths, is_first | (not KEEPS_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
+        q_tile = tl.where(is_first, loaded, q_tile) if KEEPS_Q else loaded
         k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                             BLOCK_D, WIDE)  # fmt: skip
         v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
@@ -609,16 +611,17 @@ def decode_attention(
     q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
     num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, SIDE: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
+    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: Rows or None. partial: Partial.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
-    ONE_LOOP: num_tiles is 1, and a share one loop. SIDE: heads side by side, which divides num_heads_kv and the number of
-    BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths.
-    HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are at most, and CHUNK: of its
-    parts at once, where this kernel merges.
+    ONE_LOOP: num_tiles is 1, and a share one loop. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
+    num_heads_kv and the number of BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends,
+    which changes no lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are
+    at most, and CHUNK: of its parts at once, where this kernel merges.
     """
     program = tl.program_id(0)
     if HAS_DEPENDENT:
@@ -637,7 +640,7 @@ def decode_attention(
             if position < stop:
                 _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                               descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M,
-                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, SIDE, BATCH_BLOCK, ROWS,
+                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, KEEPS_Q, SIDE, BATCH_BLOCK, ROWS,
                               CHUNK)  # fmt: skip
         else:
             while position < stop:
@@ -763,7 +766,8 @@ class Call:
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
             "BLOCK_DV": block_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "DEPENDENT": dependent and after_append,
+            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "KEEPS_Q": config.keeps_q,
+            "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "CHUNK": plan.chunk,
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
