@@ -31,6 +31,13 @@ def _run_json(capsys, *arguments):
     return code, json.loads(captured.out), captured.err
 
 
+def test_other_libraries_see_no_arguments():
+    """FlashAttention-4's compiler takes -d for an option of its own, and ends the process."""
+    code = "import sys; from flashtile.cli import main; main(); print(sys.argv[1:])"
+    process = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, timeout=100)
+    assert process.stdout.splitlines()[-1] == "[]", process.stderr
+
+
 def test_help_is_immediate_and_imports_no_torch():
     times = []
     for _ in range(3):

@@ -85,6 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     # torch's, at its first tensor; nothing here needs NumPy, and a plain installation has none
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # FlashAttention-4's compiler reads the command line of the process for options of its own, -d among them
+        del sys.argv[1:]
     # An option takes a value or none, not both as it likes: `--causal both` is a flag of its own inside.
     for i, word in enumerate(arguments[:-1]):
         if word == "--causal" and arguments[i + 1] == "both":
