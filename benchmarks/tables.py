@@ -39,6 +39,7 @@ DOCS = {
     "features": ("backends-fwd", "backends-bwd"),
     "train": ("backends-fwd_bwd",),
     "deterministic": ("geomeans", "backends-bwd"),
+    "backward-groups": ("geomeans", "backends-bwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),
