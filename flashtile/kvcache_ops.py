@@ -3,12 +3,11 @@
 Two ops of one schema: one writes new keys and values into the cache and declares it, the other only reads. Like those of
 `ops` they validate, plan and launch; a repeated call finds all that in memory, and is then only its launches.
 
-Such a call takes 16.4 us of a host on which SDPA's flash takes 41 (host-overhead.json): two launches 8.0. Before they went to
-the driver itself it took 15.6, the launches 9.4, where SDPA takes 34 (host-overhead-alone.json). In a single run on a slower
-host, with launches of 10.5, what it is found by took 3.2, the memory of partial results 0.8 (5.2 as new memory), that of out
-3.7; since then that comes from where compiled models take theirs, and a call costs 6.1 over its launches, not 9.6. Few parts
-are merged in one launch since: 14.7 us on the host of an H100 on which SDPA's flash takes 44 and FlashAttention-3's decode 77,
-the launch 5.7 (benchmarks/results/nvidia-h100/host-overhead.json).
+Such a call takes 13.8 us of a host on which SDPA's flash takes 41 and FlashAttention-3's decode 75, the launch 5.1
+(host-overhead.json). Before few parts were merged in one launch it took 16.4 beside 41, two launches 8.0; before launches went
+to the driver itself 15.6 beside 34, the launches 9.4 (host-overhead-alone.json). In a single run on a slower host, with
+launches of 10.5, what it is found by took 3.2, the memory of partial results 0.8 (5.2 as new memory), that of out 3.7; since
+then that comes from where compiled models take theirs, and a call costs 6.1 over its launches, not 9.6.
 """
 
 import torch

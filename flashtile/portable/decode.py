@@ -19,10 +19,10 @@ A row tile reads q once, most small ones with each key tile, and its keys and va
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
 block table.
 
-What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, later once more in decode-fa3.json (before the
-merge in the kernel; on an H100 with it: nvidia-h100/decode.json): with 1.7 GB of keys and values and more the rate of a copy,
-ragged lengths too; with 0.5 GB 0.93 of it. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us,
-two 5.1; one query over 512 keys 9.4, of those 2 the merge's by a single run.
+What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, on an H100 in nvidia-h100/decode.json, of an
+earlier kernel in decode-fa3.json: with 0.5 GB of keys and values and more 0.95 of the rate of a copy and better, ragged
+lengths too. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two 5.1; one query over 512
+keys 9.4, of those 2 the merge's by a single run.
 Tried there (single runs, not recorded; 32 heads, 8 of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by
 warps):
 
