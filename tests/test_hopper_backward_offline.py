@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,13 @@ HERE = Path(__file__).parent
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (48, but
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
-          "grouped": 64}  # fmt: skip
+          "grouped": 64, "parts": 24}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
     "grouped": {"window": (None, 0)},
+    # of a group, as programs of their own
+    "parts": {"window": (None, 0)},
     "deterministic": {"deterministic": True},
     "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
     "dropout": {"window": (None, 0), "dropout_p": 0.1},
@@ -38,8 +40,9 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
          (128, 128, "deterministic"), (256, 256, "deterministic"), (64, 64, "packed"), (128, 128, "packed"),
          (256, 256, "packed"), (64, 64, "dropout"), (64, 64, "rare"), (256, 256, "dropout"), (96, 96, "causal"),
-         (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped"), (192, 128, "plain"),
-         (192, 128, "deterministic"), (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
+         (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped"), (64, 64, "parts"),
+         (128, 128, "parts"), (256, 256, "parts"), (192, 128, "plain"), (192, 128, "deterministic"),
+         (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
          (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal")]  # fmt: skip
 
 pytestmark = [
@@ -58,7 +61,7 @@ def _compile(call):
 
     dim, dim_v, name = call
     features = name == "features"
-    heads_kv = 2 if features else 1 if name == "grouped" else 4
+    heads_kv = 2 if features else 1 if name in ("grouped", "parts") else 4
     packed = name == "packed"
     # 1000 keys: the last tile is not whole
     q, k, v, out = (torch.empty(*([] if packed else [1]), 1000, heads, d, dtype=torch.bfloat16, device="meta")
@@ -75,7 +78,11 @@ def _compile(call):
     assert backward_config.refuses(problem, device) is None
     with offline.launches(90, sass=True, ptxas=True) as reports:
         operands = Operands(q, k, v, cu_seqlens, cu_seqlens, alibi_slopes=slopes, rng_state=rng_state)
-        backward.launch(problem, backward_config.configs(problem, device), operands, out, lse, out, lse)
+        configs = backward_config.configs(problem, device)
+        assert (configs["backward"].splits > 1) == (heads_kv < 4)
+        if name != "parts":
+            configs["backward"] = replace(configs["backward"], splits=1)
+        backward.launch(problem, configs, operands, out, lse, out, lse)
     return [{"call": f"{r.kernel} d{dim} dv{dim_v} {name}", "options": name, **asdict(r)} for r in reports]
 
 

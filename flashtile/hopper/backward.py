@@ -437,14 +437,17 @@ def _load_rows(desc, row_desc, smem, row_smem, ready, free, walk, lengths, tile,
 @gluon.jit
 def _load_keys(desc, smem, ready, free, walk, splits, lengths, turn, LIVE: gl.constexpr, HALVES: gl.constexpr,
                PACKED: gl.constexpr):  # fmt: skip
-    """The tile of k or v."""
+    """The tile of k or v. splits: parts of a group of heads, or None for one."""
+    kv_head = walk.kv_head
+    if splits is not None:
+        kv_head = kv_head // splits
     BOXES: gl.constexpr = boxes.num_boxes(desc, LIVE)
     mbarrier.wait(free.index(0), (turn & 1) ^ 1)
     mbarrier.expect(ready.index(0), HALVES * BOXES * desc.block_type.nbytes)
     for half in gl.static_range(HALVES):
         row = walk.col_begin + HALF_N * half
         at, place_row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
-        boxes.load(desc, smem.index(half), ready.index(0), at, walk.kv_head // splits, place_row, LIVE, PACKED)
+        boxes.load(desc, smem.index(half), ready.index(0), at, kv_head, place_row, LIVE, PACKED)
 
 
 @gluon.jit
@@ -1101,7 +1104,7 @@ def attention_backward(
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
     `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with each of `splits` parts
-    of a group of heads as a group of its own, as in dk_desc and dv_desc.
+    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1487,7 +1490,7 @@ def launch_main(problem, config, call, launch):
     box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
     num_tiles = max_key_tiles(problem, config)
     dk, dv = gradients_of_parts(call)
-    heads_kv = problem.num_heads_kv * config.splits
+    heads_kv, splits = problem.num_heads_kv * config.splits, config.splits if config.splits > 1 else None
     batch_heads = problem.batch * heads_kv
     num_units = num_tiles * (heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
@@ -1495,7 +1498,7 @@ def launch_main(problem, config, call, launch):
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(dk, half_n, block_d), describe(dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        heads_kv, config.splits, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
+        heads_kv, splits, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
