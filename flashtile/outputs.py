@@ -91,3 +91,16 @@ def gradients(problem, clear_q, clear_kv):
     new_dk = fresh((*rows_k, problem.num_heads_kv, problem.head_dim), zeros=clear_kv)
     new_dv = fresh((*rows_k, problem.num_heads_kv, problem.head_dim_v), zeros=clear_kv)
     return lambda q, k, v: (new_dq(q), new_dk(k), new_dv(v))
+
+
+def gradients_of_parts(problem, splits, zeros):
+    """The function of k that gives dk and dv of each of `splits` parts of a group of heads, zeros if told.
+
+    With one part None each: those are the gradients themselves.
+    """
+    if splits == 1:
+        return lambda k: (None, None)
+    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+    shape = *rows, problem.num_heads_kv * splits
+    new_dk, new_dv = (fresh((*shape, dim), zeros=zeros) for dim in (problem.head_dim, problem.head_dim_v))
+    return lambda k: (new_dk(k), new_dv(k))

@@ -6,9 +6,6 @@ Where keys are few, a program has some heads of a group, not all (`tiles.group_s
 import triton
 import triton.language as tl
 
-from flashtile.outputs import fresh
-from flashtile.tiles import padded_dim
-
 ROWS = 32
 
 
@@ -24,21 +21,11 @@ def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DI
     tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
 
 
-def new_parts(problem, splits, zeros):
-    """The function of k that gives dk and dv of the parts, contiguous; with one part None each: those are the gradients."""
-    if splits == 1:
-        return lambda k: (None, None)
-    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    shape = *rows, problem.num_heads_kv * splits
-    new_dk, new_dv = (fresh((*shape, dim), zeros=zeros) for dim in (problem.head_dim, problem.head_dim_v))
-    return lambda k: (new_dk(k), new_dv(k))
-
-
 def launch_add(parts, gradient, splits, launch):
     """gradient, contiguous, from its parts; where these are None nothing."""
     if parts is None:
         return
     dim = gradient.shape[-1]
     rows = gradient.numel() // dim
-    constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": padded_dim(dim, gradient.element_size())}
+    constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": triton.next_power_of_2(dim)}
     launch(add_parts, (triton.cdiv(rows, ROWS),), (parts, gradient, rows), constexprs, num_warps=4)

@@ -184,7 +184,7 @@ from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
-from flashtile.outputs import fresh, gradients
+from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, live_columns, padded_dim
 
@@ -1350,7 +1350,7 @@ def bind(problem, configs):
     # Rows that no sequence uses are no kernel's, but for those behind the last: see `plan_keys`.
     allocate = gradients(problem, clear_q=problem.has_seqused_q, clear_kv=problem.has_seqused_k)
     new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
-    new_parts = groups.new_parts(problem, config.splits, zeros=problem.has_seqused_k)
+    new_parts = gradients_of_parts(problem, config.splits, zeros=problem.has_seqused_k)
     all_ready = None
 
     def call(operands, out, lse, dout, dlse):
@@ -1474,7 +1474,7 @@ def plan_keys(problem, config, call, launch):
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
     rests = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),)
     if not problem.has_seqused_k:
-        rests += tuple(schedule.rest_of(x, cu_seqlens_k) for x in gradients_of_parts(call))
+        rests += tuple(schedule.rest_of(x, cu_seqlens_k) for x in written_gradients(call))
     packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
     arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests)
 
@@ -1489,7 +1489,7 @@ def launch_main(problem, config, call, launch):
     live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
     box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
     num_tiles = max_key_tiles(problem, config)
-    dk, dv = gradients_of_parts(call)
+    dk, dv = written_gradients(call)
     heads_kv, splits = problem.num_heads_kv * config.splits, config.splits if config.splits > 1 else None
     batch_heads = problem.batch * heads_kv
     num_units = num_tiles * (heads_kv if problem.varlen else batch_heads)
@@ -1520,7 +1520,7 @@ def launch_convert(problem, config, call, launch):
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
-def gradients_of_parts(call):
+def written_gradients(call):
     """The dk and dv that the main kernel writes."""
     return (call.dk, call.dv) if call.dk_parts is None else (call.dk_parts, call.dv_parts)
 

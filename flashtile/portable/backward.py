@@ -33,7 +33,7 @@ from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
 from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
 from flashtile.gradients import sinks_gradient, slopes_gradient
-from flashtile.outputs import fresh, gradients
+from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
 
@@ -251,7 +251,7 @@ def bind(problem, configs):
     """
     launches = Launches(partial(_start, problem, configs))
     allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
-    new_parts = groups.new_parts(problem, configs["dkdv"].splits, zeros=problem.varlen)
+    new_parts = gradients_of_parts(problem, configs["dkdv"].splits, zeros=problem.varlen)
 
     def call(operands, out, lse, dout, dlse):
         dq, dk, dv = allocate(*operands[:3])
@@ -315,9 +315,9 @@ def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, laun
 
 
 def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=None, launch=launch_now):
-    """Write dk and dv, of the shapes of k and v, contiguous; outputs: these, and those of `groups.new_parts`."""
+    """Write dk and dv, of the shapes of k and v, contiguous; outputs: these, and those of `gradients_of_parts`."""
     if outputs is None:
-        parts = groups.new_parts(problem, config.splits, zeros=problem.varlen)(operands.k)
+        parts = gradients_of_parts(problem, config.splits, zeros=problem.varlen)(operands.k)
         outputs = *(_allocate_like(x, problem) for x in operands[1:3]), *parts
     dk, dv, dk_parts, dv_parts = outputs
     written = (dk, dv) if dk_parts is None else (dk_parts, dv_parts)
