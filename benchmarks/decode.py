@@ -141,7 +141,6 @@ def medians(functions, rounds):
     times = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            torch.cuda.synchronize()
             measure.demote_kept_lines()
             times[name].append(1e3 * do_bench(function, warmup=2, rep=15, return_mode="median"))
     return {name: round(statistics.median(values), 2) for name, values in times.items()}

@@ -120,7 +120,6 @@ def measure(shape, roof):
     times = {name: [] for name in rivals}
     for _ in range(ROUNDS):
         for name in times:
-            torch.cuda.synchronize()
             demote_kept_lines()
             times[name].append(do_bench(rivals[name], warmup=15, rep=60, return_mode="median"))
     ms = statistics.median(times["ms"])

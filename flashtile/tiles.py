@@ -35,12 +35,13 @@ def group_splits(problem, tile_n, num_sms) -> int:
     # Where the order of sums is fixed, it must not depend on the size of a GPU
     wanted = TILES_A_PROGRAM * (132 if problem.deterministic else num_sms)
     key_tiles = problem.total_k // tile_n + problem.batch if problem.varlen else problem.batch * -(-problem.seqlen_k // tile_n)
-    units = max(1, key_tiles * problem.num_heads_kv)
+    units = key_tiles * problem.num_heads_kv
     return next(n for n in range(1, problem.group_size + 1)
                 if problem.group_size % n == 0 and (units * n >= wanted or n == problem.group_size))  # fmt: skip
 
 
 def with_splits(config, problem, num_sms) -> KeyTileConfig:
+    """A TileConfig with the parts that a problem's groups have on a GPU of num_sms."""
     return KeyTileConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages,
                          group_splits(problem, config.tile_n, num_sms))  # fmt: skip
 

@@ -153,10 +153,10 @@ def test_parts_of_groups():
     wanted = tiles.TILES_A_PROGRAM * 132
     shapes = (1, 8192, 8, 1), (1, 128, 32, 8), (4, 8192, 32, 8), (1, 4096, 28, 4), (2, 300, 6, 6)
     for batch, seqlen, heads, heads_kv in shapes:
-        parts, tiles = splits(batch, seqlen, heads, heads_kv), batch * -(-seqlen // 128) * heads_kv
+        parts, key_tiles = splits(batch, seqlen, heads, heads_kv), batch * -(-seqlen // 128) * heads_kv
         smaller = [n for n in range(1, parts) if heads // heads_kv % n == 0]
-        assert heads // heads_kv % parts == 0 and all(tiles * n < wanted for n in smaller)
-        assert parts == heads // heads_kv or tiles * parts >= wanted
+        assert heads // heads_kv % parts == 0 and all(key_tiles * n < wanted for n in smaller)
+        assert parts == heads // heads_kv or key_tiles * parts >= wanted
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,9 +13,10 @@ import spills
 
 HERE = Path(__file__).parent
 ARCHS = (80, 90)
-# Bytes a thread: (16, 64, 4, 2, 2) at head dim 256 on sm_90 16; where few parts are merged in the kernel, behind its loop, 24
-# with Triton 3.7, 48 of fp8, none with 3.6; on sm_90 64 rows by 64 keys of head dim 256: 56 with Triton 3.6, 256 with 3.8
-MAX_SPILL, MAX_SPILL_64_ROWS = 48, 256
+# Bytes a thread: (16, 64, 4, 2, 2) at head dim 256 on sm_90, and there 64 rows by 64 keys: 56 with Triton 3.6, 256 with 3.8
+MAX_SPILL, MAX_SPILL_64_ROWS = 16, 256
+# One program an SM merges few parts itself, behind its loop: 24 with Triton 3.7, of fp8 48, none with 3.6
+MERGES, MAX_SPILL_MERGING = "DecodeConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=3, programs_per_sm=1,", 48
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -133,6 +134,8 @@ def test_rows_compile_without_spills(arch):
     assert {row["kernel"] for row in rows} == {"append_rows", "decode_attention", "merge_parts"}
 
     def budget(name):
+        if name.startswith("d128") and MERGES in name:
+            return spills.allowed(name, MAX_SPILL_MERGING)
         return spills.allowed(name, MAX_SPILL_64_ROWS if name.startswith("d256 bfloat16 bfloat16 64") else MAX_SPILL)
 
     wrong = [row for row in rows if row["spill_bytes"] > budget(row["name"])]

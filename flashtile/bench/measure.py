@@ -48,12 +48,13 @@ def resolve_timer(timer: str, device: torch.device, mode: str = "fwd") -> str:
 
 
 def demote_kept_lines() -> None:
-    """Lines that a kernel asked the L2 cache to keep become lines like others, which a write of other memory replaces.
+    """Wait; then lines that a kernel asked the L2 cache to keep are like others, which a write of other memory replaces.
 
     FlashAttention-3 and -4 load keys and values so (evict_last). Else they last for several calls: what runs next on the same
-    keys and values finds some in a cache that was to be cold (H100, decode of 34 MB: 22.3 µs instead of 25.1). Of one
-    implementation's own calls, which come in one block, they last.
+    keys and values finds some in a cache that was to be cold (decode of 34 MB, nvidia-h100/decode.json before this and since:
+    22.3 and 25.2 µs). Of one implementation's own calls, which come in one block, they last.
     """
+    torch.cuda.synchronize()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache()
 
@@ -91,7 +92,6 @@ class Stopwatch:
     def block(self, fn, calls: int, head_start_ms: float = 0.0) -> list[float]:
         """ms of each of `calls` consecutive calls. head_start_ms: how long the device idles while the host queues calls."""
         if self.flush is not None:
-            self.wait()
             demote_kept_lines()
         if self.timer == "event":
             return self._event_block(fn, calls, head_start_ms)

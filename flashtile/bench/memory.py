@@ -146,13 +146,14 @@ def _flash(case, mode, device):
     forward = s["out"] + s["row"]
     if mode == "fwd":
         return forward
-    # delta; the Hopper tier also has lse in base 2, sums dq in fp32, and may have dk and dv of parts of groups of heads
+    # delta; dk and dv of parts of groups of heads, where these are split; the Hopper tier also has lse in base 2, dq in fp32
     working = s["row"]
     plan = None if device is None or device.arch == "cpu" else _backward_plan(case, device)
+    if plan is not None:
+        splits = max((getattr(config, "splits", 1) for config in plan.configs.values()), default=1)
+        working += splits * (s["k"] + s["v"]) if splits > 1 else 0
     if plan is not None and plan.tier == "hopper":
         working += s["row"] + s["q"] * 4 // case.torch_dtype.itemsize
-        splits = plan.configs["backward"].splits
-        working += splits * (s["k"] + s["v"]) if splits > 1 else 0
     return forward + working + s["q"] + s["k"] + s["v"]
 
 

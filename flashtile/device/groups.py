@@ -21,11 +21,11 @@ def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DI
     tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
 
 
-def launch_add(parts, gradient, splits, launch):
-    """gradient, contiguous, from its parts; where these are None nothing."""
-    if parts is None:
-        return
-    dim = gradient.shape[-1]
-    rows = gradient.numel() // dim
-    constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": triton.next_power_of_2(dim)}
-    launch(add_parts, (triton.cdiv(rows, ROWS),), (parts, gradient, rows), constexprs, num_warps=4)
+def launch_add(gradients, parts, blocks, splits, launch):
+    """Each of the gradients, contiguous, from its parts; where these are None nothing. blocks: padded head dims."""
+    for gradient, its_parts, block in zip(gradients, parts, blocks, strict=True):
+        if its_parts is not None:
+            dim = gradient.shape[-1]
+            rows = gradient.numel() // dim
+            constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": block}
+            launch(add_parts, (triton.cdiv(rows, ROWS),), (its_parts, gradient, rows), constexprs, num_warps=4)

@@ -1526,8 +1526,8 @@ def written_gradients(call):
 
 
 def launch_add(problem, config, call, launch):
-    groups.launch_add(call.dk_parts, call.dk, config.splits, launch)
-    groups.launch_add(call.dv_parts, call.dv, config.splits, launch)
+    blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
+    groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.splits, launch)
 
 
 def heads_in_groups(problem, config):

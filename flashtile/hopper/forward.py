@@ -204,7 +204,7 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   without turns. us, causal 512 keys 124 to 117, but full 512 166 to 170, causal 1024 183 to 190, 2048 311 to 340, full 8192
   2009 to 2430: four consumers that hide each other's waits are no substitute for products in flight under a softmax.
 - a window of 1024 of 16k keys, head dim 128, as it was before the tile that its edge cuts left the loop (see above): 254 us
-  where plain causal takes 1606, so 1.31 of its visible work (1.43 where both take turns at the power limit, ratios.json).
+  where plain causal takes 1606, so 1.31 of its visible work (1.43 where both take turns at the power limit; now 1.31 there).
 - there, and not kept (H100, us, as above, 248): tiles in rising order, and 1, 4, 8, 16 heads to a group, 245 to 256; keys and
   values of one head for all, so that they come from L2, 230 (before 265 of 276), and full calls of as many tiles, 9 steps
   each, without a mask 247, all from L2 237: memory is not what is missing. Key tiles half a tile further left, so that

@@ -5,8 +5,8 @@ import torch
 from flashtile import settings, tiles
 
 DIRECTIONS = ("forward", "backward", "dslopes", "decode")
-# Programs of the interpreter: few, so that its tests have groups of heads that are split, and some that are not
-INTERPRETED_SMS = 2
+# Programs of the interpreter: enough to split the caches of its tests, few enough to leave some groups of heads whole
+INTERPRETED_SMS = 4
 KERNELS = {"forward": ("forward",), "backward": ("delta", "dkdv", "dq"), "dslopes": ("delta", "dq")}
 
 

@@ -331,8 +331,8 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
     grid = schedule.grid_of(num_tiles, problem.num_heads_kv * config.splits, problem.batch)
     _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
     if 0 not in grid:
-        groups.launch_add(dk_parts, dk, config.splits, launch)
-        groups.launch_add(dv_parts, dv, config.splits, launch)
+        blocks = common.shapes["BLOCK_D"], common.shapes["BLOCK_DV"]
+        groups.launch_add((dk, dv), (dk_parts, dv_parts), blocks, config.splits, launch)
 
 
 def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslopes=None, launch=launch_now):

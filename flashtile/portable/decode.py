@@ -20,9 +20,9 @@ cache; of one page or of up to four whole ones, whose numbers are read a step ah
 block table.
 
 What it reaches on an H200 is in benchmarks/results/nvidia-h200/decode.json, on an H100 in nvidia-h100/decode.json, of an
-earlier kernel in decode-fa3.json: with 0.5 GB of keys and values and more 0.95 of the rate of a copy and better, ragged
-lengths too. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two 5.1; one query over 512
-keys 9.4, of those 2 the merge's by a single run.
+earlier kernel in decode-fa3.json: with 0.5 GB of keys and values of head dim 128 and more, on an H200 0.95 of the rate of a
+copy and better, ragged lengths too. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two
+5.1; one query over 512 keys 9.4, of those 2 the merge's by a single run.
 Tried there (single runs, not recorded; 32 heads, 8 of keys, head dim 128; us with nothing in the L2 cache; tiles as keys by
 warps):
 
@@ -177,13 +177,11 @@ from flashtile.device.scores import ScoreParams, params_of
 from flashtile.device.tensors import head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
-from flashtile.portable import append
+from flashtile.portable import INTERPRETED_SMS, append
 from flashtile.portable.arguments import layout_of
 from flashtile.portable.combine import ELEMENTS, chunk_of, merge_rows, store_rows
 from flashtile.tiles import padded_dim
 
-# Programs of the interpreter: enough to split what its tests have
-INTERPRETED_SMS = 4
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
 # The row tiles whose queries are loaded again with each key tile: they are small
