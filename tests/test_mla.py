@@ -11,6 +11,7 @@ from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check
 
 import flashtile
 from flashtile.compat import flash_mla
+from flashtile.device.launch import launch_now
 from flashtile.mla import make_schedule, mla_decode, pack_fp8, unpack_fp8
 from flashtile.mla import problem as problems
 from flashtile.reference import mla, naive
@@ -200,6 +201,25 @@ def test_schedule_serves_many_layers(monkeypatch):
     outs.append(mla_decode(**arguments))
     assert len(launches) == 2
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize(("topk", "num_slots", "with_lengths"), [(64, 4096, False), (100, 1000, True), (1, 5, True),
+                                                               (257, 1 << 21, True)])  # fmt: skip
+def test_indices_in_order(topk, num_slots, with_lengths):
+    """By 8 stretches of the cache, in each as they were; hidden ones are -1 in the last."""
+    needs_interpreter()
+    from flashtile.mla import order
+
+    indices = torch.randint(-num_slots // 8, num_slots + num_slots // 8, (6, topk + 3), dtype=torch.int32)[:, :topk]
+    lengths = torch.tensor([topk, topk // 2, 0], dtype=torch.int32) if with_lengths else None
+    ordered = torch.full((6, topk), 7, dtype=torch.int32)
+    order.launch(launch_now, indices, lengths, ordered, num_slots, 2)
+    stretch = 1 << max(0, (num_slots - 1).bit_length() - 3)
+    for row in range(6):
+        length = topk if lengths is None else lengths[row // 2]
+        seen = indices[row].where((indices[row] >= 0) & (indices[row] < num_slots) & (torch.arange(topk) < length), -1)
+        keys = torch.where(seen < 0, 7, seen // stretch)
+        assert torch.equal(ordered[row], seen[keys.sort(stable=True).indices])
 
 
 def test_strided_cache_and_queries(monkeypatch):

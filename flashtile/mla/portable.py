@@ -25,7 +25,7 @@ from flashtile.device import softmax
 from flashtile.device.launch import Launches
 from flashtile.device.numerics import LOG2_E, NEG_INF, dot
 from flashtile.device.tensors import Rows
-from flashtile.mla import cache, schedule
+from flashtile.mla import cache, order, schedule
 from flashtile.mla.problem import table_shape
 from flashtile.outputs import fresh
 from flashtile.tiles import TileConfig
@@ -305,6 +305,8 @@ class Tensors(NamedTuple):
     lse: Any
     # fp32: (slots, num_heads_kv, num_rows, 512), and (slots, num_heads_kv, num_rows) behind it
     partial: Any
+    # Indices in the order of order.py
+    ordered: Any
 
 
 def rows_of(x) -> Rows:
@@ -329,7 +331,7 @@ def _is_viewable(x, *shape) -> bool:
 
 
 class Call:
-    """Schedule if a call brings none, decode, merge: three launches at most, for calls of one kind (see `Launches`).
+    """Schedule if a call brings none, order, decode, merge: for calls of one kind (see `Launches`).
 
     What stays the same from call to call is kept. config: TileConfig.
     """
@@ -357,6 +359,8 @@ class Call:
         # What bounds the keys of a sequence
         self.max_length = problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
         self.copies_q = not self.is_empty and self.must_copy(q)
+        orders = problem.sparse and self.orders_indices()
+        self.new_ordered = fresh((problem.num_sequences, problem.topk), torch.int32) if orders else None
         self.copies_indices = problem.sparse and not _is_viewable(operands.indices, problem.num_sequences, problem.topk)
         self.launches = Launches(self.start)
 
@@ -374,7 +378,8 @@ class Call:
             if self.copies_q:
                 q = q.clone(memory_format=torch.contiguous_format)
             self.launches.run(q, *self.parts_of(operands.kv_cache), lengths, entries, operands.sinks, table, out, lse,
-                              self.new_partial(q) if self.partial_rows else None)  # fmt: skip
+                              self.new_partial(q) if self.partial_rows else None,
+                              self.new_ordered(q) if self.new_ordered else None)  # fmt: skip
         return out, lse.transpose(1, 2)
 
     def start(self, launch, *tensors):
@@ -382,6 +387,10 @@ class Call:
         if self.makes_table:
             schedule.launch(x.table, x.lengths, fixed_length=self.max_length, num_sequences=problem.num_sequences,
                             seqlen_q=problem.seqlen_q if problem.sparse else 1, launch=launch)  # fmt: skip
+        if x.ordered is not None:
+            order.launch(launch, x.entries.view(x.ordered.shape), x.lengths, x.ordered,
+                         problem.num_pages * problem.page_size, problem.seqlen_q)  # fmt: skip
+            x = x._replace(entries=x.ordered)
         # One part has no partial results: any pointer will do
         partial_out, partial_lse = x.lse, x.lse
         if x.partial is not None:
@@ -429,6 +438,10 @@ class Call:
         """Whether the kernel can't read the queries where they lie."""
         problem = self.problem
         return problem.sparse and not _is_viewable(q, problem.num_sequences, 1, *q.shape[2:])
+
+    def orders_indices(self) -> bool:
+        """Whether indices are put in the order of order.py first."""
+        return False
 
     def parts_of(self, kv_cache):
         """(latent, scales, rope) of Tensors."""
