@@ -173,6 +173,20 @@ def update_lazily_apart(state, logits, scale_log2):
 
 
 @gluon.jit
+def update_lazily_scaled(state, logits, scale_log2, e):
+    """`update_lazily_apart` where logits, and values too, are 2**e times what is given. scale_log2: one a row; e: a number.
+
+    p and row_max are for the values as given, so 2**e times larger; row_sum is of weights without that.
+    """
+    scale_log2 = scale_log2 * gl.exp2(e)
+    largest = gl.max(logits, 1) * scale_log2 + e
+    state, correction = rebase(state, gl.where(largest > state.row_max + SLACK, largest, state.row_max))
+    p = gl.exp2(logits * scale_log2[:, None] - (pivot(state.row_max) - e)[:, None])
+    row_sum = state.row_sum + _sum_apart(p) * gl.exp2(-e)
+    return OnlineSoftmax(state.row_max, row_sum), p, correction
+
+
+@gluon.jit
 def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None):
     """`begin`, as `update_apart`."""
     row_max = _largest_apart(logits, scale_log2, row_bias)

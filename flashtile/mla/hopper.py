@@ -20,6 +20,11 @@ Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence en
 (`cache_descriptor`), so that NaN in unused slots is never read. Tokens of indices and of other pages are copied one by one
 (`_gather`), packed ones loaded and unpacked (`_gather_packed`); tokens of no index get -inf as a bias.
 
+Packed numbers become fp16, 4 instructions for 4 numbers where bf16 takes 12, and keep all bits of e4m3 times a power of two of
+some 22 binades; bf16 stays the rotary part. So that fp16 holds them, a tile's numbers are divided by 2**e, mostly 1, and so are
+its rotary part (by the producer) and what its weights are to the sum (`softmax.update_lazily_scaled`); the queries of a row are
+divided by a power of two as well (`_convert_queries`). Many indices into a large cache are put in order first, see order.py.
+
 How fast: benchmarks/results/nvidia-h200/mla-hopper.json. What a tile costs, by counting, in clocks of an SM at 4096 FLOP: its
 products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the
 product rate is the most that this form can reach. L2 does not hold it: at 600 TFLOP/s and 128 heads it gives 5.5 TB/s, of
@@ -69,16 +74,23 @@ are not recorded (us; bf16):
   ascend 364, in runs of 4 side by side 366, a tile's 64 out of 1, 4 and 16 stretches of 2 MB 366, 367 and 386: DRAM alone costs
   4. By ncu it gives 437 MB where 344 are wanted, so row blocks of a token share. They run on one pair of multiprocessors as it
   is (%smid); placed there by hand 393.
-  On top, numbers unpacked to fp16, 4 instructions for 4 numbers instead of 12, with queries and tiles divided by powers of two
-  so that fp16 holds them: 379 (328), packed dense 304. That is worth its 100 lines when somebody needs it.
   Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was
   428: a warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the
   unpacked, 16 registers on their way instead of 64: 481 where that was 427.
   Pieces of 256 bytes of 2 tokens at a time, so that a token's address is translated for 2 loads, not 8, 399 to 406 where it
   was 391 (362), and 399 to 401 with ascending indices (365); tokens asked for at L2 by warps of 8 lines side by side 405
   (381). Indices put in order of 32 stretches of the cache by a kernel before this one (three passes of a radix sort of two
-  bits, a program a row): 391.6 to 384.0 where sorted ones take 367.9, so it takes 16 of the 24 that it gains; with 64 heads
-  118 to 127, with one query token 204 to 207. A sort in half the time would pay, at 256 rows of 2048 indices.
+  bits, a program a row): 391.6 to 384.0 where sorted ones take 367.9.
+- packed in fp16, H200, as the sparse call above, in brackets from 32768 tokens only, then packed dense, 8192 keys by 16 heads:
+  384 (352) 354 before. An e for each token, by which consumers multiply columns of scores: they spill, and their fence waits
+  for local memory too, 494 (433) 389. An e for each tile: 402 (340) 338. What is known of e = 0 without a look at scales 396
+  (336) 295, each warp looking at all scales instead of a reduction across warps 391 (338) 304. Stored two pieces at a time 359
+  (338) 340, with each warp looking 374 (344) 299; four at a time 383 (364) 320, with each warp looking 363 (347) 312; loads of
+  two pieces before the store of two spill, 687 (664). L2 asked for in the middle of a tile 372 (354) 321. Hence two pieces at
+  a time, and each warp looks where tokens are no indices.
+  With indices in order, in the same order: 356, 351, 358, 352, 360 to 368, 388, 368. To order them costs 8, which are in these
+  numbers: counted in 16 stretches, four scans of 64-bit counters for each token, 20, in 8 stretches 12; a scan for each 8
+  tokens instead, 8. This kernel loaded meanwhile: equal.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
@@ -105,22 +117,31 @@ from flashtile.device.compat import (
     warpgroup_mma_wait,
 )
 from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
-from flashtile.mla import cache, portable, schedule
+from flashtile.mla import cache, order, portable, schedule
 
 ROWS = gl.constexpr(64)
 TILE = schedule.TILE
 HALF = gl.constexpr(256)
 LATENT = gl.constexpr(512)
+# From how many bytes of a packed cache, and looked up tokens, indices are put in order first
+ORDERED_BYTES, ORDERED_TOKENS = 1 << 30, 1 << 18
 # What a cache descriptor takes for the number of rows; see `cache_descriptor`
 MANY_ROWS = gl.constexpr(2**30)
 SCALES_BYTE = gl.constexpr(cache.SCALES_BYTE)
 PACKED_BYTES = gl.constexpr(cache.TOKEN_BYTES)
 ROPE_BYTE = gl.constexpr(cache.ROPE_BYTE)
+# Packed tokens are numbers times 2**(7 - e) in fp16, e mostly 0: then up to 448, and of 21 binades below
+VALUE_SHIFT = gl.constexpr(7)
+VALUE_UNIT = gl.constexpr(2.0**-7)
+# Below this exponent of a token's largest scale e is less than 0, but not below the lowest
+SMALL, LOWEST = gl.constexpr(-14), gl.constexpr(-40)
 # Rows of a cache begin at multiples of so many bytes, which 32-bit offsets count: tokens are looked up below the limit
 UNIT = gl.constexpr(16)
 MAX_GATHERED_BYTES = 2**31 * UNIT.value
 # A tile's shared memory as int32
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
+# A number that all threads have
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # Of a consumer's thread; gathering takes registers of its own
 REGISTERS = 240
 REGISTERS_GATHERING = 192
@@ -129,25 +150,34 @@ REGISTERS_GATHERING = 192
 class Ring(NamedTuple):
     """Shared memory and its barriers: x_ready when x is filled, x_free when it may be filled again."""
 
-    # two halves
+    # two halves, as TMA leaves them, and as products take them: the same memory
     q_smem: Any
+    q_operand_smem: Any
     q_rope_smem: Any
     # slot * 2 + half
     latent_smem: Any
-    # rotary part of a slot, then its probabilities
+    # rotary part of a slot, then its probabilities: the same memory
     rope_smem: Any
+    p_smem: Any
     # softmax's reference of the tile of a slot
     max_smem: Any
     # sums of a partition's own tiles, (index of the sequence & 1) * 2 + partition
     sum_smem: Any
     # 0 or -inf for each token of a slot; None where only the end of a sequence hides
     bias_smem: Any
+    # e of a slot of packed tokens (see `_exponent`); None where none are
+    exponent_smem: Any
+    # Largest magnitude of each row of queries, by halves; None unless tokens are packed
+    q_max_smem: Any
     # Pairs of scales of packed tokens; None where none are
     scale_smem: Any
     # What leads to the packed tokens of the tile after the next; None where none are
     entry_smem: Any
     q_ready: Any
     q_free: Any
+    # Both partitions have stored what they do to queries for packed tokens
+    q_max_ready: Any
+    q_converted: Any
     latent_ready: Any
     latent_free: Any
     p_ready: Any
@@ -339,10 +369,12 @@ def _copy_rope(ring, keys, rows, byte, slot, layout: gl.constexpr):
 
 
 @gluon.jit
-def _load_piece(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
-    """A piece of each packed token, 64 numbers, of the eight of a token; half `own` first."""
-    half = own if number < 4 else 1 - own
-    return gl.load(_word_ptrs(keys, rows, half * HALF + number % 4 * 64, 16, layout), mask=(rows >= 0)[:, None], other=0)
+def _load_group(keys, rows, number: gl.constexpr, own, layout: gl.constexpr):
+    """The numbers of each packed token that have one scale, of four such groups, in two pieces; half `own` first."""
+    half = own if number < 2 else 1 - own
+    byte = half * HALF + number % 2 * 128
+    return (gl.load(_word_ptrs(keys, rows, byte, 16, layout), mask=(rows >= 0)[:, None], other=0),
+            gl.load(_word_ptrs(keys, rows, byte + 64, 16, layout), mask=(rows >= 0)[:, None], other=0))  # fmt: skip
 
 
 @gluon.jit
@@ -362,38 +394,111 @@ def _copy_entries(ring, keys, sequence, cols, length):
 
 
 @gluon.jit
-def _load_scale(ring, number: gl.constexpr, slot, row_layout: gl.constexpr):
-    """The scale of group `number` of each token, as they come."""
-    both = ring.scale_smem.index(slot).slice(number // 2 * TILE, TILE).load(row_layout)
-    return (both >> (32 * (number % 2))).to(gl.int32).to(gl.float32, bitcast=True)
+def _power(exponents):
+    """2**exponents of integers from -126 to 127."""
+    return ((exponents + 127) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _exponent(largest):
+    """e of a tile by the bits of its largest scale: its numbers lie as number * 2**(VALUE_SHIFT - e) in shared memory.
+
+    It is 0 unless numbers are so large or so small that fp16 would not hold them.
+    """
+    exponent = (largest >> 23) - 127
+    small = (exponent < SMALL) & (largest > 0)
+    return gl.where(small, gl.maximum(exponent + VALUE_SHIFT, LOWEST), gl.maximum(exponent + 1, 0))
+
+
+@gluon.jit
+def _scale_bits(ring, slot, layout: gl.constexpr):
+    """The four scales of the tokens of a slot, those of the half first that comes first."""
+    bits = ()
+    for half in gl.static_range(2):
+        both = ring.scale_smem.index(slot).slice(half * TILE, TILE).load(layout)
+        bits = bits + (both.to(gl.int32), (both >> 32).to(gl.int32))
+    return bits
+
+
+@gluon.jit
+def _largest_scale(bits):
+    larger = gl.maximum(bits[0] & 0x7FFFFFFF, bits[1] & 0x7FFFFFFF)
+    return gl.max(gl.maximum(larger, gl.maximum(bits[2] & 0x7FFFFFFF, bits[3] & 0x7FFFFFFF)), 0)
+
+
+@gluon.jit
+def _load_scales(ring, slot, row_layout: gl.constexpr):
+    """(e of a slot, four scales of each of its tokens by which its numbers become fp16, twice in an int32)."""
+    bits = _scale_bits(ring, slot, row_layout)
+    if ring.bias_smem is not None:
+        e = _exponent(_largest_scale(bits))
+    else:
+        # Each warp looks at all tokens, and waits for no other. With indices that is slower
+        every: gl.constexpr = gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[0], [0]], [], [TILE])
+        e = _exponent(_largest_scale(_scale_bits(ring, slot, every)))
+    scales = ()
+    for i in gl.static_range(4):
+        scale = bits[i].to(gl.float32, bitcast=True) * _power(VALUE_SHIFT - e)
+        scales = scales + (gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [scale], dtype=gl.int32,
+                                                     is_pure=True, pack=1),)  # fmt: skip
+    return e, scales
 
 
 @gluon.jit
 def _unpack(words, scale):
-    """The numbers of a piece in bf16, two in an int32: (TILE, 32)."""
+    """The numbers of a piece in fp16, two in an int32: (TILE, 32). scale: of each token, as `_load_scales` gives it."""
     low, high = gl.inline_asm_elementwise(
         """{
-        .reg .b16 a<4>;
+        .reg .b16 a<2>;
         .reg .b32 h<2>;
-        .reg .f32 x<4>;
         mov.b32 {a0, a1}, $2;
         cvt.rn.f16x2.e4m3x2 h0, a0;
         cvt.rn.f16x2.e4m3x2 h1, a1;
-        mov.b32 {a0, a1}, h0;
-        mov.b32 {a2, a3}, h1;
-        cvt.f32.f16 x0, a0;
-        cvt.f32.f16 x1, a1;
-        cvt.f32.f16 x2, a2;
-        cvt.f32.f16 x3, a3;
-        mul.f32 x0, x0, $3;
-        mul.f32 x1, x1, $3;
-        mul.f32 x2, x2, $3;
-        mul.f32 x3, x3, $3;
-        cvt.rn.bf16x2.f32 $0, x1, x0;
-        cvt.rn.bf16x2.f32 $1, x3, x2;
+        mul.f16x2 $0, h0, $3;
+        mul.f16x2 $1, h1, $3;
         }""",
-        "=r,=r,r,f", [words, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+        "=r,=r,r,r", [words, scale[:, None]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
     return gl.join(low, high).reshape([TILE, 32])
+
+
+@gluon.jit
+def _larger(left, right):
+    """Of pairs of bf16 that are not negative."""
+    return gl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _largest(pairs):
+    """Largest magnitude of each row, fp32, of pairs of bf16 that lie in fours of a thread and 8 of those in a row."""
+    pairs = pairs & 0x7FFF7FFF
+    for _ in gl.static_range(2 if pairs.shape[1] == 128 else 0):
+        left, right = columns.halves(pairs)
+        pairs = _larger(left, right)
+    for _ in gl.static_range(2):
+        left, right = pairs.reshape([ROWS, pairs.shape[1] // 2, 2]).split()
+        pairs = _larger(left, right)
+    largest = gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1)
+    return largest.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _scaled_pairs(pairs, factor, to_fp16: gl.constexpr):
+    """Pairs of bf16 times a number a row, as pairs of fp16 or of bf16."""
+    INSTRUCTION: gl.constexpr = "cvt.rn.f16x2.f32 $0, y, x;" if to_fp16 else "cvt.rn.bf16x2.f32 $0, y, x;"
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 x, y; shl.b32 x, $1, 16; and.b32 y, $1, 0xffff0000; mul.f32 x, x, $2; mul.f32 y, y, $2; "
+        + INSTRUCTION + " }", "=r,r,f", [pairs, factor[:, None]], dtype=gl.int32, is_pure=True, pack=1)  # fmt: skip
+
+
+@gluon.jit
+def _scale_rope(ring, slot, e, layout: gl.constexpr):
+    """Divide the rotary part of packed tokens by 2**e, as it stands beside the others; layout: of `_copy_rope`."""
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    partition_barrier()
+    smem = reinterpret(ring.rope_smem.index(slot).reshape([TILE, 64]), gl.int32, [TILE, 32], WORDS)
+    factor = gl.full([TILE], 1.0, gl.float32, gl.SliceLayout(1, layout)) * _power(-e)
+    smem.store(_scaled_pairs(smem.load(layout), factor, False))
 
 
 @gluon.jit
@@ -462,7 +567,7 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
 @gluon.jit
 def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH: gl.constexpr,
                    ROPE: gl.constexpr):  # fmt: skip
-    """The producer of packed tokens, which it unpacks. Copies of the rotary part tell the barrier themselves.
+    """The producer of packed tokens, which it unpacks to fp16. Copies of the rotary part tell the barrier themselves.
 
     All pieces of tile i + 1 are on their way to registers while tile i is stored, then tile i + 2 is asked for at L2; what
     leads to tile i + 3 is on its way. ptxas counts most loads of a loop by one scoreboard: who waits for one waits for all,
@@ -492,8 +597,8 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
         async_copy.commit_group()
         rows = gl.convert_layout(now, row_layout)
         held = ()
-        for number in gl.static_range(8):
-            held = held + (_load_piece(keys, rows, number, step & 1, layout),)
+        for number in gl.static_range(4):
+            held = held + _load_group(keys, rows, number, step & 1, layout)
         _prefetch_packed(keys, following, pairs)
         _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
@@ -504,26 +609,31 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
             async_copy.wait_group(0)
             partition_barrier()
             ahead = _offsets(keys, ring.entry_smem.load(tokens), cols + 2 * TILE, length)
+            e, scales = _load_scales(ring, slot, row_layout)
             # The scorer's half first
             own = slot * 3
             other = slot * 2 + 1 - slot
             mbarrier.wait(ring.latent_free.index(own), free_phase)
             if ring.bias_smem is not None:
                 ring.bias_smem.index(slot).store(gl.where(now >= 0, 0.0, NEG_INF))
+            ring.exponent_smem.index(slot).store(gl.full([1], 0.0, gl.float32, ONE) + e.to(gl.float32))
             following_rows = gl.convert_layout(following, row_layout)
-            for number in gl.static_range(8):
-                if number == 4:
+            for number in gl.static_range(4):
+                if number == 2:
                     mbarrier.arrive(ring.latent_ready.index(own), count=1)
                     mbarrier.wait(ring.latent_free.index(other), free_phase)
                     rope_rows = gl.convert_layout(now, gl.SliceLayout(1, rope_layout))
                     _copy_rope(ring, keys, rope_rows, ROPE_BYTE, slot, rope_layout)
+                    if e != 0:
+                        _scale_rope(ring, slot, e, rope_layout)
                     async_copy.mbarrier_arrive(ring.latent_ready.index(other), increment_count=False)
                     _copy_scales(ring, keys, following, 1 - slot, pairs)
                     _copy_entries(ring, keys, sequence, cols + 3 * TILE, length)
                     async_copy.commit_group()
-                smem = _words_of_half(ring, slot, slot if number < 4 else 1 - slot).slice(number % 4 * 32, 32, dim=1)
-                smem.store(_unpack(held[0], _load_scale(ring, number // 2, slot, row_layout)))
-                held = held[1:] + (_load_piece(keys, following_rows, number, 1 - slot, layout),)
+                half = _words_of_half(ring, slot, slot if number < 2 else 1 - slot)
+                words = columns.beside(_unpack(held[0], scales[number]), _unpack(held[1], scales[number]))
+                half.slice(number % 2 * 64, 64, dim=1).store(words)
+                held = held[2:] + _load_group(keys, following_rows, number, 1 - slot, layout)
             mbarrier.arrive(ring.latent_ready.index(other), count=1)
             _prefetch_packed(keys, ahead, pairs)
             now = following
@@ -543,6 +653,42 @@ def _wait_latent(ring, half, phase, pred=True):
 
 
 @gluon.jit
+def _convert_queries(ring, index, row_layout: gl.constexpr, W: gl.constexpr):
+    """Queries for packed tokens, where TMA left them: half W of the latent part in fp16; partition 0 the rotary part as well.
+
+    A row is divided by a power of two, so that fp16 holds it. Returns the unit of its scores.
+    """
+    # A warp has the rows that it has in scores
+    lanes: gl.constexpr = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    half_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 32], [0, 64], [4, 0], [8, 0]], lanes, [[16, 0], [32, 0]], [], [ROWS, HALF // 2])
+    rope_layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [4, 0], [8, 0]], lanes, [[16, 0], [32, 0]], [], [ROWS, 32])
+    half_smem = reinterpret(ring.q_smem.index(W).reshape([ROWS, HALF]), gl.int32, [ROWS, HALF // 2], WORDS)
+    rope_smem = reinterpret(ring.q_rope_smem.reshape([ROWS, 64]), gl.int32, [ROWS, 32], WORDS)
+    half = half_smem.load(half_layout)
+    largest = gl.convert_layout(_largest(half), row_layout)
+    if W == 0:
+        largest = gl.maximum(largest, gl.convert_layout(_largest(rope_smem.load(rope_layout)), row_layout))
+    ring.q_max_smem.index(W).store(largest)
+    mbarrier.arrive(ring.q_max_ready, count=1)
+    mbarrier.wait(ring.q_max_ready, index & 1)
+    largest = gl.maximum(largest, ring.q_max_smem.index(1 - W).load(row_layout))
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
+    exponent = gl.minimum(gl.maximum(exponent, -100), 100)
+    factor = gl.convert_layout(_power(-exponent), gl.SliceLayout(1, half_layout))
+    half_smem.store(_scaled_pairs(half, factor, True))
+    if W == 0:
+        # Its products stand beside those of latent numbers that are 2**(VALUE_SHIFT - e) times too large
+        factor = gl.convert_layout(_power(VALUE_SHIFT - exponent), gl.SliceLayout(1, rope_layout))
+        rope_smem.store(_scaled_pairs(rope_smem.load(rope_layout), factor, False))
+    fence_async_shared()
+    mbarrier.arrive(ring.q_converted, count=1)
+    mbarrier.wait(ring.q_converted, index & 1)
+    return _power(exponent - VALUE_SHIFT)
+
+
+@gluon.jit
 def _start_own_half(ring, step):
     """Start q kᵀ of a tile of this partition: its own half of the dims, which comes first."""
     layout: gl.constexpr = columns.layout_of(TILE)
@@ -550,7 +696,7 @@ def _start_own_half(ring, step):
     nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
     _wait_latent(ring, slot * 3, phase)
     k = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
-    q = ring.q_smem.index(slot).reshape([ROWS, HALF])
+    q = ring.q_operand_smem.index(slot).reshape([ROWS, HALF])
     return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
@@ -564,7 +710,7 @@ def _start_rest(ring, raw, step, ROPE: gl.constexpr):
         k_rope = ring.rope_smem.index(slot).reshape([TILE, ROPE])
         raw = warpgroup_mma(ring.q_rope_smem.reshape([ROWS, ROPE]), k_rope.permute((1, 0)), raw, is_async=True)
     k = ring.latent_smem.index(other).reshape([TILE, HALF])
-    return warpgroup_mma(ring.q_smem.index(1 - slot).reshape([ROWS, HALF]), k.permute((1, 0)), raw, is_async=True)
+    return warpgroup_mma(ring.q_operand_smem.index(1 - slot).reshape([ROWS, HALF]), k.permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
@@ -579,14 +725,18 @@ def _start_given(ring, state, acc, step, exists, use_acc):
     row_max = gl.where(exists, ring.max_smem.index(slot).load(state.row_max.type.layout), NEG_INF)
     state, correction = softmax.rebase(state, row_max)
     acc = columns.scaled_rarely(acc, correction)
-    p = ring.rope_smem.index(slot).reshape([ROWS, TILE])
+    p = ring.p_smem.index(slot).reshape([ROWS, TILE])
     c = ring.latent_smem.index(slot * 2 + 1 - slot).reshape([TILE, HALF])
     return state, warpgroup_mma(p, c, acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
-def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, ROPE: gl.constexpr):
-    """The tile before `step`, which the other partition scores, and that of `step`."""
+def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, SPARSE: gl.constexpr,
+                  ROPE: gl.constexpr):  # fmt: skip
+    """The tile before `step`, which the other partition scores, and that of `step`.
+
+    scale_log2: for packed tokens one a row, else a number.
+    """
     has_given = step > first_step
     slot, _ = _slot(step)
     raw = _start_own_half(ring, step)
@@ -597,12 +747,18 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     raw = warpgroup_mma_wait(0, deps=[raw])
     if ring.bias_smem is not None:
         raw += ring.bias_smem.index(slot).load(gl.SliceLayout(0, raw.type.layout))[None, :]
-    elif masked:
-        cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
-        raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
-    state, p, correction = softmax.update_lazily_apart(state, raw, scale_log2)
+    if not SPARSE:
+        if masked:
+            cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
+            raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
+    if ring.exponent_smem is None:
+        state, p, correction = softmax.update_lazily_apart(state, raw, scale_log2)
+    else:
+        # Products of queries and keys, and values, are 2**-e of what they should be: weights are 2**e of what the sum takes
+        e = gl.max(ring.exponent_smem.index(slot).load(ONE), 0)
+        state, p, correction = softmax.update_lazily_scaled(state, raw, scale_log2, e)
     p = p.to(ring.latent_smem.dtype)
-    ring.rope_smem.index(slot).reshape([ROWS, TILE]).store(p)
+    ring.p_smem.index(slot).reshape([ROWS, TILE]).store(p)
     ring.max_smem.index(slot).store(state.row_max)
     fence_async_shared()
     mbarrier.arrive(ring.p_ready.index(slot), count=1)
@@ -629,7 +785,7 @@ def _join(ring, state, index, W: gl.constexpr):
 
 @gluon.jit
 def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
-           LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr):  # fmt: skip
+           LSE_WITH_SINKS: gl.constexpr, UNIT_OF_ACC: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """Half of the columns of out, or of a partial result; partition 0 writes lse."""
     row_layout: gl.constexpr = state.row_max.type.layout
     acc_layout: gl.constexpr = acc.type.layout
@@ -650,7 +806,7 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
         if W == 0:
             gl.store(lse + first_row + rows, row_lse, mask=exists)
         offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
-        gl.store(out + offsets, (acc * columns.per_row(inverse, acc)).to(out.dtype.element_ty),
+        gl.store(out + offsets, (acc * columns.per_row(inverse * UNIT_OF_ACC, acc)).to(out.dtype.element_ty),
                  mask=(acc_rows < num_rows)[:, None])  # fmt: skip
     else:
         inverse, row_lse = softmax.finish(state)
@@ -658,14 +814,14 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
         if W == 0:
             gl.store(partial_lse + first_row + rows, row_lse / LN_2, mask=exists)
         offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
-        gl.store(partial_out + offsets, acc * columns.per_row(inverse, acc), mask=(acc_rows < num_rows)[:, None])
+        gl.store(partial_out + offsets, acc * columns.per_row(inverse * UNIT_OF_ACC, acc), mask=(acc_rows < num_rows)[:, None])
 
 
 @gluon.jit
 def _compute(
     out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows, num_heads,
     seqlen_q, scale_log2, SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr,
-    LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
+    LSE_WITH_SINKS: gl.constexpr, SPARSE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second tile's scores, and the output columns from W * HALF on."""
     score_layout: gl.constexpr = columns.layout_of(TILE)
@@ -686,12 +842,15 @@ def _compute(
         end_step = first_step + segment.end - segment.first
         own_step = first_step + ((first_step + W) & 1)
         mbarrier.wait(ring.q_ready, index & 1)
+        scale = scale_log2
+        if ring.exponent_smem is not None:
+            scale = scale * _convert_queries(ring, index, row_layout, W)
         mbarrier.arrive(ring.q_free, count=1, pred=own_step >= end_step)
         for step in range(own_step, end_step, 2):
             tile = segment.first + step - first_step
             masked = (tile + 1) * TILE > mask_from
             last_own = step + 2 >= end_step
-            state, acc = _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last_own,
+            state, acc = _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale, last_own, SPARSE,
                                        ROPE)  # fmt: skip
         if (end_step > first_step) & (((end_step - 1 + W) & 1) == 1):
             state, product = _start_given(ring, state, acc, end_step - 1, True, end_step - 1 > first_step)
@@ -699,7 +858,7 @@ def _compute(
             mbarrier.arrive(ring.latent_free.index((1 - W) * 2 + W), count=1)
         state = _join(ring, state, index, W)
         _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
-               LSE_WITH_SINKS, W)  # fmt: skip
+               LSE_WITH_SINKS, 1.0 if ring.exponent_smem is None else VALUE_UNIT, W)  # fmt: skip
         first_step = end_step
 
 
@@ -712,8 +871,8 @@ def _allocate_barriers(count: gl.constexpr, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _allocate(desc, NUMBER: gl.constexpr):
-    return gl.allocate_shared_memory(desc.dtype, [NUMBER] + desc.block_type.shape, desc.layout)
+def _allocate(desc, NUMBER: gl.constexpr, dtype: gl.constexpr):
+    return gl.allocate_shared_memory(dtype, [NUMBER] + desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -745,25 +904,38 @@ def decode(
     allow_dependents()
     part = schedule.part_of_program(table, gl.program_id(1), num_sequences)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    dtype: gl.constexpr = q_desc.dtype if keys.scales is None else gl.float16
     bias_smem = None
     if SPARSE:
         bias_smem = gl.allocate_shared_memory(gl.float32, [2, TILE], vectors)
+    exponent_smem = None
+    q_max_smem = None
     scale_smem = None
     entry_smem = None
     # Each thread's copies arrive once, and the partition once
     other_ready: gl.constexpr = 1 if latent_desc is not None else 129
     own_ready: gl.constexpr = other_ready if keys.scales is None else 1
     if keys.scales is not None:
+        exponent_smem = gl.allocate_shared_memory(gl.float32, [2, 1], vectors)
+        q_max_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors)
         entry_smem = gl.allocate_shared_memory(gl.int32, [TILE], vectors)
         scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
     latent_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(2):
         mbarrier.init(latent_ready.index(slot * 3), count=own_ready)
         mbarrier.init(latent_ready.index(slot + 1), count=other_ready)
+    q_smem = _allocate(q_desc, 2, q_desc.dtype)
+    q_rope_smem = _allocate(q_rope_desc, 1, q_rope_desc.dtype).index(0)
+    rope_smem = _allocate(q_rope_desc, 2, q_rope_desc.dtype)
+    q_operand_smem, p_smem = q_smem, rope_smem
+    if keys.scales is not None:
+        q_operand_smem = reinterpret(q_smem, dtype, q_smem.shape, q_smem.layout)
+        p_smem = reinterpret(rope_smem, dtype, rope_smem.shape, rope_smem.layout)
     ring = Ring(
-        _allocate(q_desc, 2), _allocate(q_rope_desc, 1).index(0), _allocate(q_desc, 4), _allocate(q_rope_desc, 2),
+        q_smem, q_operand_smem, q_rope_smem, _allocate(q_desc, 4, dtype), rope_smem, p_smem,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [4, ROWS], vectors),
-        bias_smem, scale_smem, entry_smem, _allocate_barriers(1, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
+        bias_smem, exponent_smem, q_max_smem, scale_smem, entry_smem, _allocate_barriers(1, 1).index(0),
+        _allocate_barriers(2, 1).index(0), _allocate_barriers(2, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
         _allocate_barriers(1, 4), _allocate_barriers(1, 2), _allocate_barriers(1, 2), latent_desc is None,
     )  # fmt: skip
     part_number = gl.program_id(1)
@@ -772,9 +944,9 @@ def decode(
         (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
                     SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
         (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, SPARSE, 0)),
         (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, SPARSE, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
 
 
@@ -842,6 +1014,12 @@ class Call(portable.Call):
         rows = self._rows(q)
         return rows.data_ptr() != q.data_ptr() or q.data_ptr() % 16 != 0 or any(stride % 8 for stride in rows.stride()[:2])
 
+    def orders_indices(self) -> bool:
+        problem = self.problem
+        tokens = problem.num_sequences * problem.topk * -(-problem.num_rows // ROWS.value)
+        return (problem.fp8 and problem.topk <= order.MAX_TOPK and problem.cache_bytes >= ORDERED_BYTES
+                and tokens >= ORDERED_TOKENS)  # fmt: skip
+
     def parts_of(self, kv_cache):
         """The cache, its bytes, and nothing."""
         return kv_cache, kv_cache.view(torch.uint8), None
@@ -865,8 +1043,9 @@ class Call(portable.Call):
                       "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
         launch(
             decode, (-(-problem.num_rows // ROWS.value), self.num_parts),
-            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
-             self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads, problem.seqlen_q),
+            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths,
+             x.sinks, problem.softmax_scale, self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads,
+             problem.seqlen_q),
             constexprs, num_warps=4,
         )  # fmt: skip
 

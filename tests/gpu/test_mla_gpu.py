@@ -6,10 +6,11 @@ import checks
 import pytest
 import torch
 from cases import Case
-from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths, random_case
+from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths, compare, random_case
 
 from flashtile import hardware
-from flashtile.mla import make_schedule, mla_decode, plan
+from flashtile.calls import Calls
+from flashtile.mla import make_schedule, mla_decode, ops, plan
 from flashtile.mla.problem import MlaOperands, MlaProblem
 
 pytestmark = pytest.mark.gpu
@@ -68,11 +69,61 @@ def test_large(tier, case, poisoned):
     check(case, torch.bfloat16, "cuda")
 
 
+# Of scales that `pack_fp8` does not make. Weights of tokens whose scales are small do not vanish, since all logits are small
+SCALES = (
+    MlaCase("fp8_large", lengths=(150, 80), fp8=True, heads=70, exponents=(8, 20), softmax_scale=2.0**-24),
+    MlaCase("fp8_small", lengths=(150, 80), fp8=True, heads=16, exponents=(-45, -2)),
+    MlaCase("fp8_both", lengths=(1500, 80, 0), fp8=True, seqlen_q=2, causal=True, heads=16, exponents=(-30, 18),
+            softmax_scale=2.0**-22),
+    MlaCase("fp8_nearly", lengths=(700,), fp8=True, heads=8, exponents=(-10, 1), sinks=True),
+    MlaCase("fp8_sparse", lengths=(700, 90), fp8=True, seqlen_q=2, topk=256, heads=64, exponents=(-30, 18), sinks=True,
+            topk_lengths=(256, 100), softmax_scale=2.0**-22),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALES, ids=lambda case: case.name)
+def test_scales_of_packed_tokens(tier, case, poisoned):
+    skip_refused(tier, case.make(torch.bfloat16, "cuda"))
+    for seed in range(4):
+        arguments = case.make(torch.bfloat16, "cuda", seed)
+        compare(case, arguments, *mla_decode(**arguments, return_lse=True), flash_mla=False)
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-8, 1e6])
+def test_queries_of_any_size(tier, factor, poisoned):
+    """Beside packed tokens, whose products the Hopper kernel takes in fp16."""
+    case = BY_NAME["sparse_fp8"]
+    arguments = case.make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+    arguments["q"] *= factor
+    # Rows of one call differ, too
+    arguments["q"][:, :, 1] *= 1e-3
+    arguments["softmax_scale"] = min(0.05 / factor, 1e30)
+    compare(case, arguments, *mla_decode(**arguments, return_lse=True))
+
+
 @pytest.mark.parametrize("name", ["many_heads", "rows_1024", "sparse_split", "sparse_fp8", "split_uneven"])
 def test_bits_repeat(tier, name):
     """100 runs, the same bits: a race would move them."""
     arguments = {case.name: case for case in (*CASES, *LARGE)}[name].make(torch.bfloat16, "cuda")
     skip_refused(tier, arguments)
+    first = mla_decode(**arguments, return_lse=True)
+    for _ in range(100):
+        assert all(torch.equal(x, y) for x, y in zip(mla_decode(**arguments, return_lse=True), first, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sparse_fp8", "sparse_fp8_apart"])
+def test_indices_put_in_order_first(name, monkeypatch, poisoned):
+    """As calls of many indices into a large cache have them."""
+    hopper = plan.import_module(plan.TIERS["hopper"])
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    skip_refused("hopper", BY_NAME[name].make(torch.bfloat16, "cuda"))
+    monkeypatch.setattr(ops, "_CALLS", Calls())
+    monkeypatch.setattr(hopper, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(hopper, "ORDERED_TOKENS", 0)
+    for seed in range(4):
+        check(BY_NAME[name], torch.bfloat16, "cuda", seed)
+    arguments = BY_NAME[name].make(torch.bfloat16, "cuda")
     first = mla_decode(**arguments, return_lse=True)
     for _ in range(100):
         assert all(torch.equal(x, y) for x, y in zip(mla_decode(**arguments, return_lse=True), first, strict=True))
