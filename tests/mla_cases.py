@@ -131,7 +131,17 @@ CASES = (
     MlaCase("sparse_fp8", lengths=(200, 90), seqlen_q=2, topk=128, topk_lengths=(128, 70), fp8=True, page_size=53),
     MlaCase("sparse_fp8_apart", lengths=(200, 90), topk=128, fp8=True, page_size=53, apart=3),
 )
-BY_NAME = {case.name: case for case in CASES}
+# Of scales that `pack_fp8` does not make. Weights of tokens whose scales are small do not vanish, since all logits are small
+SCALES = (
+    MlaCase("fp8_large", lengths=(150, 80), fp8=True, heads=70, exponents=(8, 20), softmax_scale=2.0**-24),
+    MlaCase("fp8_small", lengths=(150, 80), fp8=True, heads=16, exponents=(-45, -2)),
+    MlaCase("fp8_both", lengths=(1500, 80, 0), fp8=True, seqlen_q=2, causal=True, heads=16, exponents=(-30, 18),
+            softmax_scale=2.0**-22),
+    MlaCase("fp8_nearly", lengths=(700,), fp8=True, heads=8, exponents=(-10, 1), sinks=True),
+    MlaCase("fp8_sparse", lengths=(700, 90), fp8=True, seqlen_q=2, topk=256, heads=64, exponents=(-30, 18), sinks=True,
+            topk_lengths=(256, 100), softmax_scale=2.0**-22),
+)  # fmt: skip
+BY_NAME = {case.name: case for case in (*CASES, *SCALES)}
 
 
 def random_case(seed):

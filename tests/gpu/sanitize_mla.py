@@ -25,12 +25,17 @@ from flashtile.mla import mla_decode  # noqa: E402
 
 FEATURES = (
     "empty_sequences", "split_uneven", "causal", "rows_70", "dim_512", "page_53", "sinks_split", "sparse_few", "fp8",
-    "sparse_fp8",
+    "sparse_fp8", "fp8_both", "fp8_sparse",
 )  # fmt: skip
 
 
 def main(tier):
     os.environ["FLASHTILE_TIER"] = f"{tier},portable"
+    if tier == "hopper":
+        from flashtile.mla import hopper
+
+        # Every sparse call of packed tokens puts its indices in order
+        hopper.ORDERED_BYTES = hopper.ORDERED_TOKENS = 0
     for name in FEATURES:
         mla_decode(**BY_NAME[name].make(torch.bfloat16, "cuda"))
         torch.cuda.synchronize()

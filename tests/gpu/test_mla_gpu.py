@@ -6,7 +6,17 @@ import checks
 import pytest
 import torch
 from cases import Case
-from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths, compare, random_case
+from mla_cases import (
+    BY_NAME,
+    CASES,
+    SCALES,
+    MlaCase,
+    check,
+    check_infinite_sink,
+    check_other_lengths,
+    compare,
+    random_case,
+)
 
 from flashtile import hardware
 from flashtile.calls import Calls
@@ -67,18 +77,6 @@ LARGE = (
 def test_large(tier, case, poisoned):
     skip_refused(tier, case.make(torch.bfloat16, "cuda"))
     check(case, torch.bfloat16, "cuda")
-
-
-# Of scales that `pack_fp8` does not make. Weights of tokens whose scales are small do not vanish, since all logits are small
-SCALES = (
-    MlaCase("fp8_large", lengths=(150, 80), fp8=True, heads=70, exponents=(8, 20), softmax_scale=2.0**-24),
-    MlaCase("fp8_small", lengths=(150, 80), fp8=True, heads=16, exponents=(-45, -2)),
-    MlaCase("fp8_both", lengths=(1500, 80, 0), fp8=True, seqlen_q=2, causal=True, heads=16, exponents=(-30, 18),
-            softmax_scale=2.0**-22),
-    MlaCase("fp8_nearly", lengths=(700,), fp8=True, heads=8, exponents=(-10, 1), sinks=True),
-    MlaCase("fp8_sparse", lengths=(700, 90), fp8=True, seqlen_q=2, topk=256, heads=64, exponents=(-30, 18), sinks=True,
-            topk_lengths=(256, 100), softmax_scale=2.0**-22),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SCALES, ids=lambda case: case.name)
