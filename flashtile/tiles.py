@@ -281,6 +281,78 @@ def _heads_a_tile(problem, device, tile_m) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentConfig:
+    """Of the Hopper forward that has all keys and values of a head in shared memory: see hopper/resident.py.
+
+    keys: rows of their pieces, falling powers of two. tiles: of tile_m queries, that a program takes one after the other.
+    programs_per_sm: how many shared memory and registers leave room for.
+    """
+
+    keys: tuple[int, ...]
+    tiles: int
+    programs_per_sm: int
+
+    tile_m = 64
+    num_warps = 4
+    num_stages = 1
+
+    @property
+    def tile_n(self) -> int:
+        return sum(self.keys)
+
+
+# Pieces of the keys. Each is a product of its own; with more of them, or more keys, registers do not hold a row's weights
+RESIDENT_KEYS = ((16,), (32,), (64,), (64, 16), (64, 32), (128,), (128, 16), (128, 32), (128, 64), (128, 64, 16), (256,),
+                 (256, 16))  # fmt: skip
+
+
+def column_boxes(head_dim: int) -> tuple[int, int]:
+    """(columns of a box, of the second one where that is narrower, or 0): two at most hold up to 128 columns."""
+    wide = min(64, max(16, 1 << (head_dim - 1).bit_length()))
+    rest = head_dim - wide
+    return wide, max(16, 1 << (rest - 1).bit_length()) if 0 < rest <= 32 else 0
+
+
+def resident_config(problem, device) -> ResidentConfig | None:
+    """The configuration of that kernel, or None where it does not take a problem, or `hopper_config`'s is as fast or faster.
+
+    That is where a multiprocessor has room for one program alone, or for two that compute scores which a mask hides, and where
+    heads of a group share tiles.
+    """
+    if (problem.varlen or problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p
+            or problem.softmax_scale <= 0 or max(problem.head_dim, problem.head_dim_v) > 128
+            or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1]) or hopper_config(problem, device).heads > 1):  # fmt: skip
+        return None
+    keys = next(keys for keys in RESIDENT_KEYS if problem.seqlen_k <= sum(keys))
+    columns, columns_v = (wide + (rest or wide * (dim > wide))
+                          for dim in (problem.head_dim, problem.head_dim_v) for wide, rest in [column_boxes(dim)])  # fmt: skip
+    # 1 KiB is the hardware's
+    num_bytes = (sum(keys) + 64) * (columns + columns_v) * problem.dtype.itemsize + 1024 + 128
+    # Of a thread, as compiled: half a row of scores, half a row of out, weights under way, and others
+    registers = max(sum(keys), 64) // 2 + max(columns_v, 64) // 2 + sum(keys[1:]) // 4 + 12
+    programs = min((228 << 10) // num_bytes, 512 // registers, 8)
+    if programs < 2 or programs < 3 and problem.window != (None, None):
+        return None
+    return ResidentConfig(keys, _resident_tiles(problem, programs, device.num_sms), programs)
+
+
+def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
+    """Tiles of a program, so that all together end soonest.
+
+    Fitted to single runs on an H200: a multiprocessor is as fast with three programs as with more, and to begin one takes a
+    quarter of the time of a tile.
+    """
+    heads, tiles = problem.batch * problem.num_heads, -(-problem.seqlen_q // ResidentConfig.tile_m)
+
+    def time(count):
+        programs = -(-heads * -(-tiles // count) // num_sms)
+        last = programs % programs_per_sm
+        return (count + 0.25) * (programs - last + (last and max(last, min(3, programs_per_sm))))
+
+    return min(range(1, max(1, min(tiles, 64)) + 1), key=time)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side. whole: no row
     tile is split. keeps_q: one loop over several row tiles keeps the queries of each, and loads none with other key tiles."""

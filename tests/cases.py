@@ -216,6 +216,12 @@ CASES = [
     Case("one_key", 70, 1),
     Case("short_q", 33, 129),
     Case("long_q", 129, 33),
+    # Keys that stay in shared memory: of one, two and three pieces, rows in one box and in two
+    Case("resident_77", 140, 77, head_dim=40),
+    Case("resident_257", 70, 257, heads=1, heads_kv=1, head_dim=80, dlse=True),
+    Case("resident_197", 130, 197, heads=1, heads_kv=1, head_dim=32, head_dim_v=96),
+    Case("resident_causal_gqa", 140, 150, heads=4, heads_kv=2, head_dim=128, head_dim_v=72, causal=True),
+    Case("resident_window", 100, 250, heads=1, heads_kv=1, window=(60, 30), layout="heads_first"),
     Case("no_keys", 20, 0),
     Case("no_queries", 0, 20),
     Case("no_batch", 20, 20, batch=0, causal=True),

@@ -79,7 +79,7 @@ def update_lazily(state, logits, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _max_apart(x):
+def max_apart(x):
     """Maximum of each row; of long rows 16 columns apart first, so that a thread's chains are half as long."""
     if x.shape[1] < 128:
         return gl.max(x, 1)
@@ -89,7 +89,7 @@ def _max_apart(x):
 
 
 @gluon.jit
-def _sum_apart(p):
+def sum_apart(p):
     return gl.sum(p.reshape([p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
 
 
@@ -121,9 +121,9 @@ def _scale_sums(row_sum, correction):
 def _largest_apart(logits, scale_log2, row_bias):
     """The largest base-2 logit of each row."""
     if row_bias is None:
-        return _max_apart(logits) * scale_log2
+        return max_apart(logits) * scale_log2
     else:
-        return (_max_apart(logits) + row_bias) * scale_log2
+        return (max_apart(logits) + row_bias) * scale_log2
 
 
 @gluon.jit
@@ -144,7 +144,7 @@ def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.const
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
     p = _weights(logits, scale_log2, reference, row_bias)
-    sums = _sum_apart(p)
+    sums = sum_apart(p)
     if HOLD:
         sums = _hold(sums, correction)
     return OnlineSoftmax(row_max, _scale_sums(state.row_sum, correction) + sums), p, correction
@@ -154,7 +154,7 @@ def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.const
 def nothing_apart(logits):
     """The state of `update_apart` before the first tile; logits: zeros of a tile's shape and layout."""
     row_max = gl.full([logits.shape[0]], NEG_INF, gl.float32, gl.SliceLayout(1, logits.type.layout))
-    return OnlineSoftmax(row_max, _sum_apart(logits))
+    return OnlineSoftmax(row_max, sum_apart(logits))
 
 
 @gluon.jit
@@ -169,7 +169,7 @@ def update_lazily_apart(state, logits, scale_log2):
     """`update_lazily` of a state of `update_apart`. Hidden logits are -inf."""
     state, correction = rebase(state, lazy_max(state.row_max, logits, scale_log2))
     p = gl.exp2(logits * scale_log2 - pivot(state.row_max)[:, None])
-    return OnlineSoftmax(state.row_max, state.row_sum + _sum_apart(p)), p, correction
+    return OnlineSoftmax(state.row_max, state.row_sum + sum_apart(p)), p, correction
 
 
 @gluon.jit
@@ -191,7 +191,7 @@ def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None):
     """`begin`, as `update_apart`."""
     row_max = _largest_apart(logits, scale_log2, row_bias)
     p = _weights(logits, scale_log2, _reference(row_max, MASKED), row_bias)
-    return OnlineSoftmax(row_max, _sum_apart(p)), p
+    return OnlineSoftmax(row_max, sum_apart(p)), p
 
 
 @gluon.jit
@@ -226,14 +226,14 @@ def bounded(raw, cap, PIECE: gl.constexpr):
 def bounded_of(logits):
     """`bounded` of base-2 logits; hidden ones are -inf."""
     p = gl.exp2(logits)
-    return p, _sum_apart(p)
+    return p, sum_apart(p)
 
 
 @gluon.jit
 def begin_bounded(p, row_sum):
     """The state of `update_apart` after a first tile, with weights of `bounded`."""
     row_max = gl.full([p.shape[0]], 0.0, gl.float32, gl.SliceLayout(1, p.type.layout))
-    return OnlineSoftmax(row_max, gl.convert_layout(row_sum, _sum_apart(p).type.layout))
+    return OnlineSoftmax(row_max, gl.convert_layout(row_sum, sum_apart(p).type.layout))
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ def yields(problem, device, direction) -> str | None:
     """Why a problem that this tier takes is better left to a later one, or None."""
     if reason := versions.unknown():
         return reason
-    if direction == "forward":
+    if direction == "forward" and not tiles.resident_config(problem, device):
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).
         sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
@@ -55,13 +55,16 @@ def configs(problem, device, direction) -> dict:
         from flashtile.hopper import backward_config
 
         return backward_config.configs(problem, device)
-    return {"forward": tiles.hopper_config(problem, device)}
+    return {"forward": tiles.resident_config(problem, device) or tiles.hopper_config(problem, device)}
 
 
 def bind_forward(problem, configs):
-    from flashtile.hopper import arguments, forward
+    from flashtile.hopper import arguments, forward, resident
 
-    return arguments.bind_forward(forward.attention_forward, problem, configs["forward"])
+    config = configs["forward"]
+    if isinstance(config, tiles.ResidentConfig):
+        return arguments.bind_resident(resident.attention_forward_resident, problem, config)
+    return arguments.bind_forward(forward.attention_forward, problem, config)
 
 
 def bind_backward(problem, configs):
@@ -81,6 +84,4 @@ def compile_jobs(problem, configs, operands, direction) -> list:
         # Its kernels in a row: one clears the counters that the next one needs.
         dout, lse = forward_outputs(problem, cleared=False)(operands.q)
         return [partial(backward.launch, problem, configs, operands, dout, lse, dout, None)]
-    from flashtile.hopper import forward
-
-    return [partial(forward.launch, problem, configs["forward"], operands)]
+    return [partial(bind_forward(problem, configs), operands)]

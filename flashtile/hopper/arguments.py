@@ -15,7 +15,7 @@ from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
 from flashtile.outputs import forward_outputs
 from flashtile.problem import Operands
-from flashtile.tiles import box_columns, live_columns, padded_dim
+from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
 
 ROWS = 64
 # Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
@@ -97,6 +97,44 @@ def _start_forward(kernel, problem, config, launch, *tensors):
         launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, rest_lse)
     arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table, counter)
     launch(kernel, grid, arguments, constexprs, num_warps=4)
+
+
+def bind_resident(kernel, problem, config):
+    """`bind_forward` of kernel `resident.attention_forward_resident`; config: ResidentConfig."""
+    launches = Launches(partial(_start_resident, kernel, problem, config))
+    allocate = forward_outputs(problem, cleared=False)
+
+    def call(operands):
+        out, lse = allocate(operands.q)
+        if 0 not in problem.lse_shape:
+            launches.run(operands.q, operands.k, operands.v, out, lse)
+        return out, lse
+
+    return call
+
+
+def _boxes(x, rows):
+    """Descriptors of boxes of x, and of its last columns or None: see `tiles.column_boxes`."""
+    wide, rest = column_boxes(x.shape[-1])
+    return descriptor(x, rows, wide), descriptor(x, rows, rest) if rest else None
+
+
+def _start_resident(kernel, problem, config, launch, q, k, v, out, lse):
+    # Rows of the last piece divide those of all others
+    tails = [_boxes(x, config.keys[-1]) if len(config.keys) > 1 else (None, None) for x in (k, v)]
+    num_parts = -(-problem.seqlen_q // (ROWS * config.tiles))
+    windowed = problem.window != (None, None)
+    arguments = (
+        *_boxes(q, ROWS), *_boxes(k, config.keys[0]), *tails[0], *_boxes(v, config.keys[0]), *tails[1], *_boxes(out, ROWS), lse,
+        Window(*problem.window), float(problem.softmax_scale), problem.seqlen_q, problem.seqlen_k, problem.num_heads, num_parts,
+        config.tiles,
+    )  # fmt: skip
+    constexprs = {
+        "GROUP_SIZE": problem.group_size, "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "KEYS": config.keys,
+        "MASKED": (windowed,) * (len(config.keys) - 1) + (windowed or problem.seqlen_k < sum(config.keys),),
+    }  # fmt: skip
+    launch(kernel, (problem.batch * num_parts * problem.num_heads,), arguments, constexprs, num_warps=4,
+           maxnreg=min(255, 512 // config.programs_per_sm // 8 * 8))  # fmt: skip
 
 
 def _without_keys(out, lse, sinks):

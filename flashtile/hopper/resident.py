@@ -1,0 +1,318 @@
+"""The Hopper forward of few keys, in Gluon: a head's keys and values stay in shared memory, a row's softmax is done at once.
+
+A program of 4 warps has some query tiles of one head, 64 rows each, and loads all keys and values once:
+
+    scores = q kᵀ  |  the next queries are loaded  |  p = softmax(scores), whole rows  |  out = p v, through shared memory
+
+No loop over keys, so no maxima of before, no corrections; no partitions of warps and no turns. Two to eight programs to a
+multiprocessor hide each other's waits: what `forward.py` pays at each border of a tile, with few keys all of its time, runs
+here under what other programs do. Keys are pieces of falling powers of two, which are all that a product takes: 77 are 64 and
+16 in place of 128, 257 are 256 and 16 in place of 384. Columns are two boxes, 64 and 16 for head dim 80. One program after the
+other is for all heads of the same rows, so that lines of memory that heads share are in L2.
+
+Takes what `tiles.resident_config` says: fp16 and bf16, up to 272 keys, head dims to 128, every window; not packed.
+
+What it brought (H200, us from a cold L2, bf16, medians of 5 shuffled rounds; before, now, in brackets cuDNN, FA3, and bytes
+over 4.3 TB/s):
+
+    batch, queries, keys, heads, head dim
+    8, 4096, 77, 8, 40                52.6   25.4   (42.3, 54.8, 10)   cross attention of Stable Diffusion
+    8, 4096, 77, 10, 64               61.1   30.4   (50.8, 62.8, 20)
+    8, 4096, 120, 16, 72               118   73.6   (99.4, 145, 36)
+    128, 197, 197, 12, 64             89.1   67.0   (89.3, 160, 36)    vision transformers
+    64, 257, 257, 16, 64               126   72.1   (120, 111, 31)
+    64, 257, 257, 16, 80               126   84.9   (160, 112, 39)
+    64, 256, 256, 16, 72              76.6   71.4   (82.5, 128, 35)
+    256, 50, 50, 12, 64                101   27.1   (58.0, 104, 18)
+    4096, 49, 49, 4, 32                489   66.2   (269, 490, 48)     windows of Swin
+    64, 64, 64, 8, 32                 22.9    8.5   (16.0, 24.1, 2)
+    64, 128, 128, 12, 64              37.9   21.8   (23.1, 33.3, 12)
+    64, 77, 77, 12, 64 causal         40.2   18.1   (22.9, 27.2, 7)    text of CLIP
+    64, 192, 192, 16, 64 causal       53.1   43.6   (56.6, 49.9, 23)
+    64, 160, 160, 16, 128             73.1   59.1   (83.1, 67.4, 39)
+    1, 128, 128, 12, 64               12.8    6.9   (9.0, 10.9); the portable kernel, which had such calls, 7.8
+    2, 257, 257, 16, 64               17.2   10.2   (12.4, 14.2); portable 10.9
+
+Tried (the same; "pieces / tiles of a program / programs to a multiprocessor"):
+- where a multiprocessor holds one program, 256 keys of head dim 128, 45.5 to 64.8. Two, where `forward.py`'s tiles are full:
+  256 keys of 12 heads of dim 64 30.5 and 30.4, 128 keys of dim 128 43.9 and 44.7, causal 43.5 to 46.0, 256 causal 34.6 to 38.5.
+- 256 keys as two pieces, so that the exponentials of the second run under the first's p v: head dim 64, 257 keys, 72.1 to
+  75.6; 80, which then spills 224 bytes, 84.9 to 122; 72, 256 keys, 71.4 to 73.3. 197 keys as 256 67.0 to 83.1, 77 as 128 30.7
+  to 36.8.
+- keys in boxes of as many rows as their last piece has, which spares descriptors: 257 keys 75.1 and 91.4 instead of 72.1 and
+  84.9. Triton has a barrier before each load.
+- tiles of a program: SD 64,16/8/6 25.3, 16/4 30.4, 7/5 26.9, 6/6 28.5, 4/6 30.0, 2/4 34.4; SDXL 8/6 30.4, 4/5 30.0, 5/5 33.4,
+  16/4 37.4, 1/4 37.3; 197 keys 4/3 67.0, 2/3 71.8, 4/2 78.9; 128 keys 1/4 21.8, 2/4 23.7. See `tiles._resident_tiles`.
+
+Limit: 257 keys take 16,000 clocks a head and multiprocessor, of which memory takes 6,700 and exponentials 5,400: with two
+programs the chain of a tile shows, scores, maxima, exponentials, p v, each waiting for the one before.
+"""
+
+from flashtile.device import columns, masks, softmax
+from flashtile.device.compat import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    partition_barrier,
+    reinterpret,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.device.lengths import Lengths
+from flashtile.device.numerics import LOG2_E, NEG_INF
+from flashtile.hopper.arguments import bind_resident
+
+# Query rows of a tile: what one wgmma of 4 warps holds.
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def _boxes(desc, rest_desc, DIM: gl.constexpr):
+    """A descriptor for each box of columns; () where there are no rows."""
+    if desc is None:
+        return ()
+    elif rest_desc is not None:
+        return desc, rest_desc
+    elif DIM > desc.block_type.shape[-1]:
+        return desc, desc
+    else:
+        return (desc,)
+
+
+@gluon.constexpr_function
+def _shape(desc, rows):
+    *_, box_rows, cols = desc.block_type.shape
+    return [rows // box_rows, 1, 1, box_rows, cols]
+
+
+@gluon.jit
+def _allocate(descs, COUNT: gl.constexpr):
+    """Memory for COUNT rows, in boxes."""
+    smem = ()
+    for i in gl.static_range(len(descs)):
+        smem = smem + (gl.allocate_shared_memory(descs[i].dtype, _shape(descs[i], COUNT), descs[i].layout),)
+    return smem
+
+
+@gluon.jit
+def _allocate_keys(descs, tail_descs, KEYS: gl.constexpr):
+    """Of each piece of the keys; the first is one box."""
+    smem = (_allocate(descs, KEYS[0]),)
+    for i in gl.static_range(1, len(KEYS)):
+        smem = smem + (_allocate(tail_descs, KEYS[i]),)
+    return smem
+
+
+@gluon.jit
+def _load_boxes(desc, smem, ready, batch, head, row, col):
+    """One arrival at ready, and then the bytes of all boxes."""
+    BOXES: gl.constexpr = smem.shape[0]
+    ROWS: gl.constexpr = desc.block_type.shape[-2]
+    mbarrier.expect(ready, BOXES * desc.block_type.nbytes)
+    for box in gl.static_range(BOXES):
+        tma_load(desc, [batch, head, row + box * ROWS, col], ready, smem.index(box))
+
+
+@gluon.jit
+def _load(descs, smem, ready, batch, head, row):
+    """Start the loads of the rows from `row` on that smem holds."""
+    for i in gl.static_range(len(descs)):
+        _load_boxes(descs[i], smem[i], ready, batch, head, row, i * descs[0].block_type.shape[-1])
+
+
+@gluon.constexpr_function
+def _first_key(keys, piece):
+    return sum(keys[:piece])
+
+
+@gluon.jit
+def _load_keys(descs, tail_descs, smem, ready, batch, head, KEYS: gl.constexpr):
+    """ready: a barrier a piece."""
+    _load(descs, smem[0], ready.index(0), batch, head, 0)
+    for i in gl.static_range(1, len(KEYS)):
+        _load(tail_descs, smem[i], ready.index(i), batch, head, _first_key(KEYS, i))
+
+
+@gluon.constexpr_function
+def _rows_and_columns(smem):
+    return [smem.shape[0] * smem.shape[3], smem.shape[4]]
+
+
+@gluon.jit
+def _tile(smem):
+    """All boxes of smem: one below the other they are a tile."""
+    SHAPE: gl.constexpr = _rows_and_columns(smem)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, smem.dtype)
+    return reinterpret(smem, smem.dtype, SHAPE, layout)
+
+
+@gluon.jit
+def _start_scores(q_smem, k_smem, COUNT: gl.constexpr):
+    """q kᵀ of a piece of the keys."""
+    raw = gl.zeros([ROWS, COUNT], gl.float32, columns.layout_of(COUNT))
+    for i in gl.static_range(len(q_smem)):
+        raw = warpgroup_mma(_tile(q_smem[i]), _tile(k_smem[i]).permute((1, 0)), raw, use_acc=i > 0, is_async=True)
+    return raw
+
+
+@gluon.jit
+def _hide(scores, row_begin, first_key, lengths, window):
+    layout: gl.constexpr = scores.type.layout
+    rows = row_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    cols = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return gl.where(masks.visible_keys(rows, cols, lengths, window, first_key), scores, NEG_INF)
+
+
+@gluon.jit
+def _await_scores(raw, row_begin, first_key, lengths, window, PENDING: gl.constexpr, MASKED: gl.constexpr):
+    scores = warpgroup_mma_wait(PENDING, deps=[raw])
+    if MASKED:
+        scores = _hide(scores, row_begin, first_key, lengths, window)
+    return scores
+
+
+@gluon.jit
+def _scores(q_smem, k_smem, k_ready, row_begin, lengths, window, KEYS: gl.constexpr, MASKED: gl.constexpr):
+    """A tensor a piece, -inf where keys are hidden."""
+    raw = ()
+    for i in gl.static_range(len(KEYS)):
+        mbarrier.wait(k_ready.index(i), 0)
+        raw = raw + (_start_scores(q_smem, k_smem[i], KEYS[i]),)
+    scores = ()
+    for i in gl.static_range(len(KEYS)):
+        scores = scores + (_await_scores(raw[i], row_begin, _first_key(KEYS, i), lengths, window,
+                                         (len(KEYS) - 1 - i) * len(q_smem), MASKED[i]),)  # fmt: skip
+    return scores
+
+
+@gluon.jit
+def _like(x, y):
+    """x, of as many rows, in the layout of y; every element stays in its register."""
+    return gl.convert_layout(x, y.type.layout)
+
+
+@gluon.jit
+def _largest(scores):
+    """The largest score of each row."""
+    row_max = softmax.max_apart(scores[0])
+    for i in gl.static_range(1, len(scores)):
+        row_max = gl.maximum(row_max, _like(softmax.max_apart(scores[i]), row_max))
+    return row_max
+
+
+@gluon.jit
+def _start_values(p, v_smem, acc):
+    """acc + p v of a piece of the keys; acc: a tensor for each box of columns, or () at first."""
+    result = ()
+    for i in gl.static_range(len(v_smem)):
+        result = result + (_start_product(p, _tile(v_smem[i]), acc, i),)
+    return result
+
+
+@gluon.jit
+def _start_product(p, v, acc, BOX: gl.constexpr):
+    COLUMNS: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = columns.layout_of(COLUMNS)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 2))
+    if len(acc) == 0:
+        return warpgroup_mma(p, v, gl.zeros([ROWS, COLUMNS], gl.float32, layout), use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(p, v, acc[BOX], is_async=True)
+
+
+@gluon.jit
+def _weighted_values(scores, v_smem, v_ready, scale_log2):
+    """(state, p v): a tensor for each box of columns. Exponentials of a piece under the product of the one before."""
+    row_max = _largest(scores) * scale_log2
+    reference = softmax.pivot(row_max)
+    acc = ()
+    sums = ()
+    for i in gl.static_range(len(scores)):
+        # ptxas moves exponentials above the product of the piece before, but not past this
+        mbarrier.wait(v_ready.index(i), 0)
+        p = gl.exp2(scores[i] * scale_log2 - columns.per_row(reference, scores[i]))
+        sums = sums + (softmax.sum_apart(p),)
+        acc = _start_values(p.to(v_smem[i][0].dtype), v_smem[i], acc)
+    row_sum = sums[0]
+    for i in gl.static_range(1, len(scores)):
+        row_sum = row_sum + _like(sums[i], row_sum)
+    return softmax.join(softmax.OnlineSoftmax(row_max, row_sum)), columns.wait(acc)
+
+
+@gluon.jit
+def _store(descs, smem, acc, batch, head, row):
+    """Start the store of a tile, through smem."""
+    for i in gl.static_range(len(descs)):
+        _tile(smem[i]).store(acc[i].to(smem[i].dtype))
+    fence_async_shared()
+    partition_barrier()
+    for i in gl.static_range(len(descs)):
+        tma_store(descs[i], [batch, head, row, i * descs[0].block_type.shape[-1]], smem[i].index(0))
+
+
+@gluon.jit
+def _allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_heads", "num_parts", "tiles"])
+def attention_forward_resident(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, k_tail_desc, k_tail_rest_desc, v_desc, v_rest_desc, v_tail_desc, v_tail_rest_desc,
+    out_desc, out_rest_desc, lse, window, softmax_scale, seqlen_q, seqlen_k, num_heads, num_parts, tiles,
+    GROUP_SIZE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """x_desc: TMA descriptors of boxes; tail: of all pieces of the keys but the first; rest: of the last columns, or None.
+
+    lse: pointer. tiles: of queries, that a program has. KEYS: rows of each piece; MASKED: whether some of it may be hidden.
+    """
+    q_descs = _boxes(q_desc, q_rest_desc, DIM)
+    k_descs = _boxes(k_desc, k_rest_desc, DIM)
+    k_tail_descs = _boxes(k_tail_desc, k_tail_rest_desc, DIM)
+    v_descs = _boxes(v_desc, v_rest_desc, DIM_V)
+    v_tail_descs = _boxes(v_tail_desc, v_tail_rest_desc, DIM_V)
+    out_descs = _boxes(out_desc, out_rest_desc, DIM_V)
+    head = gl.program_id(0) % num_heads
+    part = gl.program_id(0) // num_heads
+    batch = part // num_parts
+    first = part % num_parts * tiles
+    end = gl.minimum(first + tiles, gl.cdiv(seqlen_q, ROWS))
+
+    nothing = seqlen_q * 0
+    lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
+    q_smem = _allocate(q_descs, ROWS)
+    k_smem = _allocate_keys(k_descs, k_tail_descs, KEYS)
+    v_smem = _allocate_keys(v_descs, v_tail_descs, KEYS)
+    out_smem = _allocate(out_descs, ROWS)
+    q_ready = _allocate_barriers(1, len(q_descs)).index(0)
+    k_ready = _allocate_barriers(len(KEYS), len(k_descs))
+    v_ready = _allocate_barriers(len(KEYS), len(v_descs))
+    _load(q_descs, q_smem, q_ready, batch, head, first * ROWS)
+    _load_keys(k_descs, k_tail_descs, k_smem, k_ready, batch, head // GROUP_SIZE, KEYS)
+    _load_keys(v_descs, v_tail_descs, v_smem, v_ready, batch, head // GROUP_SIZE, KEYS)
+    scale_log2 = softmax_scale * LOG2_E
+    for tile in range(first, end):
+        mbarrier.wait(q_ready, (tile - first) & 1)
+        scores = _scores(q_smem, k_smem, k_ready, tile * ROWS, lengths, window, KEYS, MASKED)
+        # Queries are read, and out of the tile before has left
+        tma_store_wait(0)
+        partition_barrier()
+        if tile + 1 < end:
+            _load(q_descs, q_smem, q_ready, batch, head, (tile + 1) * ROWS)
+        state, acc = _weighted_values(scores, v_smem, v_ready, scale_log2)
+        inverse, row_lse = softmax.finish(state)
+        _store(out_descs, out_smem, columns.scale(acc, inverse), batch, head, tile * ROWS)
+        rows = tile * ROWS + gl.arange(0, ROWS, row_lse.type.layout)
+        gl.store(lse + (batch * num_heads + head).to(gl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
+    tma_store_wait(0)
+
+
+def launch(problem, config, operands):
+    """Run the kernel. config: ResidentConfig. Returns out and lse as `flashtile.attention` describes them."""
+    return bind_resident(attention_forward_resident, problem, config)(operands)
