@@ -300,6 +300,11 @@ class ResidentConfig:
     def tile_n(self) -> int:
         return sum(self.keys)
 
+    @property
+    def queries(self) -> int:
+        """Of a program."""
+        return self.tiles * self.tile_m
+
 
 # Pieces of the keys. Each is a product of its own; with more of them, or more keys, registers do not hold a row's weights
 RESIDENT_KEYS = ((16,), (32,), (64,), (64, 16), (64, 32), (128,), (128, 16), (128, 32), (128, 64), (128, 64, 16), (256,),
@@ -319,7 +324,7 @@ def resident_config(problem, device) -> ResidentConfig | None:
     That is where a multiprocessor has room for one program alone, or for two that compute scores which a mask hides, and where
     heads of a group share tiles.
     """
-    if (problem.varlen or problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p
+    if (problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p
             or problem.softmax_scale <= 0 or max(problem.head_dim, problem.head_dim_v) > 128
             or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1]) or hopper_config(problem, device).heads > 1):  # fmt: skip
         return None
@@ -337,19 +342,22 @@ def resident_config(problem, device) -> ResidentConfig | None:
 
 
 def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
-    """Tiles of a program, so that all together end soonest.
+    """Tiles of a program, so that all together end soonest; of packed calls a power of two, for which the plan is compiled.
 
     Fitted to single runs on an H200: a multiprocessor is as fast with three programs as with more, and to begin one takes a
     quarter of the time of a tile.
     """
-    heads, tiles = problem.batch * problem.num_heads, -(-problem.seqlen_q // ResidentConfig.tile_m)
+    heads = problem.batch * problem.num_heads
+    rows = -(-problem.total_q // max(problem.batch, 1)) if problem.varlen else problem.seqlen_q
+    tiles = max(1, -(-rows // ResidentConfig.tile_m))
 
     def time(count):
         programs = -(-heads * -(-tiles // count) // num_sms)
         last = programs % programs_per_sm
         return (count + 0.25) * (programs - last + (last and max(last, min(3, programs_per_sm))))
 
-    return min(range(1, max(1, min(tiles, 64)) + 1), key=time)
+    counts = (1, 2, 4, 8, 16, 32, 64) if problem.varlen else range(1, min(tiles, 64) + 1)
+    return min(counts, key=time)
 
 
 @dataclass(frozen=True, slots=True)

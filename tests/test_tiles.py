@@ -7,7 +7,18 @@ import torch
 
 from flashtile import hardware
 from flashtile.problem import AttentionProblem
-from flashtile.tiles import HOPPER, PORTABLE, box_columns, hopper_config, live_columns, padded_dim, select
+from flashtile.tiles import (
+    HOPPER,
+    PORTABLE,
+    RESIDENT_KEYS,
+    box_columns,
+    column_boxes,
+    hopper_config,
+    live_columns,
+    padded_dim,
+    resident_config,
+    select,
+)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -64,3 +75,50 @@ def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
 def test_stages_of_the_hopper_forward_are_enough_for_turns(row):
     """The first consumer begins so many key tiles later than the last, and keeps the turn until then."""
     assert (row.config.tile_m - 64) / row.config.tile_n < row.config.num_stages
+
+
+@pytest.mark.parametrize("head_dim", range(8, 129, 8))
+def test_two_boxes_hold_the_columns(head_dim):
+    """Powers of two from 16 to 64; none of zeros alone, and less than 32 columns too many."""
+    wide, rest = column_boxes(head_dim)
+    columns = wide + (rest or wide * (head_dim > wide))
+    assert head_dim <= columns < head_dim + 32
+    assert all(size in (0, 16, 32, 64) for size in (wide, rest)) and rest < wide
+    # TMA finds the second box behind the first
+    assert not rest or head_dim > wide
+
+
+def test_pieces_of_keys_are_powers_of_two_that_the_last_divides():
+    for keys in RESIDENT_KEYS:
+        assert list(keys) == sorted(keys, reverse=True) and all(size & (size - 1) == 0 and size >= 16 for size in keys)
+    assert sorted(map(sum, RESIDENT_KEYS)) == list(map(sum, RESIDENT_KEYS))
+
+
+def config_of(batch, seqlen_q, seqlen_k, heads, head_dim, **options):
+    problem = AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads, head_dim, head_dim, torch.bfloat16, softmax_scale=0.1)
+    return resident_config(replace(problem, **options), hardware.by_name("H200"))
+
+
+def test_few_keys_stay_in_shared_memory():
+    config = config_of(64, 257, 257, 16, 80)
+    assert (config.keys, config.tile_n, config.tiles, config.programs_per_sm) == ((256, 16), 272, 5, 2)
+    # Diffusion's: as many programs as run at once
+    assert config_of(8, 4096, 77, 8, 40).keys == (64, 16) and config_of(8, 4096, 77, 8, 40).tiles == 8
+    # A small call has a program a tile
+    assert config_of(1, 197, 197, 12, 64).tiles == 1
+
+
+def test_calls_that_do_not_gain_have_the_loop_over_keys():
+    causal = (None, 0)
+    assert not config_of(8, 273, 273, 16, 64)
+    assert config_of(8, 160, 160, 16, 128) and not config_of(8, 256, 256, 16, 128) and not config_of(8, 64, 64, 16, 136)
+    assert config_of(8, 192, 192, 16, 64, window=causal) and not config_of(8, 256, 256, 16, 64, window=causal)
+    for options in ({"softcap": 5.0}, {"dropout_p": 0.1}, {"has_alibi": True}, {"has_sinks": True}, {"softmax_scale": -0.1}):
+        assert not config_of(8, 64, 64, 16, 64, **options)
+    # Heads of a group share tiles
+    assert not config_of(64, 16, 200, 32, 64, num_heads_kv=4)
+
+
+def test_tiles_of_packed_calls_are_a_power_of_two():
+    config = config_of(200, 200, 200, 12, 64, total_q=30000, total_k=30000)
+    assert config.tiles & (config.tiles - 1) == 0 and config.queries == 64 * config.tiles

@@ -187,3 +187,11 @@ def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
     inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
     work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
     return Work(work.tile, work.head, batch), lengths
+
+
+@triton.jit
+def packed_part(part, table):
+    """(sequence, number of the part in it, its lengths) of a part of the queries of one head. It must exist."""
+    entry = table + ENTRY * (1 + part)
+    lengths = Lengths(tl.load(entry + 3), tl.load(entry + 5), tl.load(entry + 4), tl.load(entry + 6))
+    return tl.load(entry), part - tl.load(entry + 1), lengths

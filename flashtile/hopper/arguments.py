@@ -91,10 +91,7 @@ def _start_forward(kernel, problem, config, launch, *tensors):
     *operands, out, lse, table, counter = tensors
     operands = Operands(*operands)
     if table is not None:
-        packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
-        # All rows are cleared before where sequences may use less than they have.
-        rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
-        launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, rest_lse)
+        _plan_forward(launch, problem, config, operands, out, lse, table)
     arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table, counter)
     launch(kernel, grid, arguments, constexprs, num_warps=4)
 
@@ -102,12 +99,13 @@ def _start_forward(kernel, problem, config, launch, *tensors):
 def bind_resident(kernel, problem, config):
     """`bind_forward` of kernel `resident.attention_forward_resident`; config: ResidentConfig."""
     launches = Launches(partial(_start_resident, kernel, problem, config))
-    allocate = forward_outputs(problem, cleared=False)
+    table_size = table_entries(problem, config) if problem.varlen else 0
+    allocate = forward_outputs(problem, cleared=problem.has_seqused_q)
 
     def call(operands):
         out, lse = allocate(operands.q)
         if 0 not in problem.lse_shape:
-            launches.run(operands.q, operands.k, operands.v, out, lse)
+            launches.run(*operands, out, lse, out.new_empty(table_size, dtype=torch.int32) if table_size else None)
         return out, lse
 
     return call
@@ -115,26 +113,41 @@ def bind_resident(kernel, problem, config):
 
 def _boxes(x, rows):
     """Descriptors of boxes of x, and of its last columns or None: see `tiles.column_boxes`."""
+    describe = packed_descriptor if x.dim() == 3 else descriptor
     wide, rest = column_boxes(x.shape[-1])
-    return descriptor(x, rows, wide), descriptor(x, rows, rest) if rest else None
+    return describe(x, rows, wide), describe(x, rows, rest) if rest else None
 
 
-def _start_resident(kernel, problem, config, launch, q, k, v, out, lse):
+def _start_resident(kernel, problem, config, launch, *tensors):
+    *operands, out, lse, table = tensors
+    operands = Operands(*operands)
+    q, k, v = operands[:3]
+    num_parts = -(-problem.seqlen_q // config.queries)
+    programs = problem.batch * num_parts
+    if table is not None:
+        programs = max_query_tiles(problem, config)
+        _plan_forward(launch, problem, config, operands, out, lse, table)
     # Rows of the last piece divide those of all others
     tails = [_boxes(x, config.keys[-1]) if len(config.keys) > 1 else (None, None) for x in (k, v)]
-    num_parts = -(-problem.seqlen_q // (ROWS * config.tiles))
-    windowed = problem.window != (None, None)
     arguments = (
         *_boxes(q, ROWS), *_boxes(k, config.keys[0]), *tails[0], *_boxes(v, config.keys[0]), *tails[1], *_boxes(out, ROWS), lse,
-        Window(*problem.window), float(problem.softmax_scale), problem.seqlen_q, problem.seqlen_k, problem.num_heads, num_parts,
-        config.tiles,
+        table, Window(*problem.window), float(problem.softmax_scale), problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k,
+        problem.num_heads, num_parts, config.tiles,
     )  # fmt: skip
+    hidden = problem.varlen or problem.window != (None, None)
     constexprs = {
         "GROUP_SIZE": problem.group_size, "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "KEYS": config.keys,
-        "MASKED": (windowed,) * (len(config.keys) - 1) + (windowed or problem.seqlen_k < sum(config.keys),),
+        "MASKED": (hidden,) * (len(config.keys) - 1) + (hidden or problem.seqlen_k < sum(config.keys),),
     }  # fmt: skip
-    launch(kernel, (problem.batch * num_parts * problem.num_heads,), arguments, constexprs, num_warps=4,
+    launch(kernel, (programs * problem.num_heads,), arguments, constexprs, num_warps=4,
            maxnreg=min(255, 512 // config.programs_per_sm // 8 * 8))  # fmt: skip
+
+
+def _plan_forward(launch, problem, config, operands, out, lse, table):
+    packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
+    # All rows are cleared before where sequences may use less than they have.
+    rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
+    launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, rest_lse)
 
 
 def _without_keys(out, lse, sinks):

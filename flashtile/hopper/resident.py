@@ -48,7 +48,7 @@ Limit: 257 keys take 16,000 clocks a head and multiprocessor, of which memory ta
 programs the chain of a tile shows, scores, maxima, exponentials, p v, each waiting for the one before.
 """
 
-from flashtile.device import columns, masks, softmax
+from flashtile.device import columns, masks, schedule, softmax
 from flashtile.device.compat import (
     fence_async_shared,
     gl,
@@ -56,14 +56,13 @@ from flashtile.device.compat import (
     mbarrier,
     partition_barrier,
     reinterpret,
-    tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.device.lengths import Lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
+from flashtile.hopper import boxes
 from flashtile.hopper.arguments import bind_resident
 
 # Query rows of a tile: what one wgmma of 4 warps holds.
@@ -85,8 +84,7 @@ def _boxes(desc, rest_desc, DIM: gl.constexpr):
 
 @gluon.constexpr_function
 def _shape(desc, rows):
-    *_, box_rows, cols = desc.block_type.shape
-    return [rows // box_rows, 1, 1, box_rows, cols]
+    return [rows // desc.block_type.shape[-2], *desc.block_type.shape]
 
 
 @gluon.jit
@@ -108,20 +106,20 @@ def _allocate_keys(descs, tail_descs, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _load_boxes(desc, smem, ready, batch, head, row, col):
+def _load_boxes(desc, smem, ready, at, head, row, PACKED: gl.constexpr, COL: gl.constexpr):
     """One arrival at ready, and then the bytes of all boxes."""
     BOXES: gl.constexpr = smem.shape[0]
-    ROWS: gl.constexpr = desc.block_type.shape[-2]
+    BOX_ROWS: gl.constexpr = desc.block_type.shape[-2]
     mbarrier.expect(ready, BOXES * desc.block_type.nbytes)
-    for box in gl.static_range(BOXES):
-        tma_load(desc, [batch, head, row + box * ROWS, col], ready, smem.index(box))
+    for i in gl.static_range(BOXES):
+        boxes.load(desc, smem.index(i), ready, at, head, row + i * BOX_ROWS, desc.block_type.shape[-1], PACKED, COL)
 
 
 @gluon.jit
-def _load(descs, smem, ready, batch, head, row):
-    """Start the loads of the rows from `row` on that smem holds."""
+def _load(descs, smem, ready, at, head, row, PACKED: gl.constexpr):
+    """Start the loads of the rows from `row` on that smem holds. at, row: of `boxes.place`."""
     for i in gl.static_range(len(descs)):
-        _load_boxes(descs[i], smem[i], ready, batch, head, row, i * descs[0].block_type.shape[-1])
+        _load_boxes(descs[i], smem[i], ready, at, head, row, PACKED, i * descs[0].block_type.shape[-1])
 
 
 @gluon.constexpr_function
@@ -130,16 +128,16 @@ def _first_key(keys, piece):
 
 
 @gluon.jit
-def _load_keys(descs, tail_descs, smem, ready, batch, head, KEYS: gl.constexpr):
+def _load_keys(descs, tail_descs, smem, ready, at, head, row, KEYS: gl.constexpr, PACKED: gl.constexpr):
     """ready: a barrier a piece."""
-    _load(descs, smem[0], ready.index(0), batch, head, 0)
+    _load(descs, smem[0], ready.index(0), at, head, row, PACKED)
     for i in gl.static_range(1, len(KEYS)):
-        _load(tail_descs, smem[i], ready.index(i), batch, head, _first_key(KEYS, i))
+        _load(tail_descs, smem[i], ready.index(i), at, head, row + _first_key(KEYS, i), PACKED)
 
 
 @gluon.constexpr_function
 def _rows_and_columns(smem):
-    return [smem.shape[0] * smem.shape[3], smem.shape[4]]
+    return [smem.shape[0] * smem.shape[-2], smem.shape[-1]]
 
 
 @gluon.jit
@@ -244,14 +242,14 @@ def _weighted_values(scores, v_smem, v_ready, scale_log2):
 
 
 @gluon.jit
-def _store(descs, smem, acc, batch, head, row):
+def _store(descs, smem, acc, at, head, row, PACKED: gl.constexpr):
     """Start the store of a tile, through smem."""
     for i in gl.static_range(len(descs)):
         _tile(smem[i]).store(acc[i].to(smem[i].dtype))
     fence_async_shared()
     partition_barrier()
     for i in gl.static_range(len(descs)):
-        tma_store(descs[i], [batch, head, row, i * descs[0].block_type.shape[-1]], smem[i].index(0))
+        boxes.store(descs[i], smem[i].index(0), at, head, row, PACKED, i * descs[0].block_type.shape[-1])
 
 
 @gluon.jit
@@ -262,30 +260,21 @@ def _allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_heads", "num_parts", "tiles"])
-def attention_forward_resident(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, k_tail_desc, k_tail_rest_desc, v_desc, v_rest_desc, v_tail_desc, v_tail_rest_desc,
-    out_desc, out_rest_desc, lse, window, softmax_scale, seqlen_q, seqlen_k, num_heads, num_parts, tiles,
-    GROUP_SIZE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """x_desc: TMA descriptors of boxes; tail: of all pieces of the keys but the first; rest: of the last columns, or None.
+@gluon.jit
+def _part(part, num_parts, tiles, table, seqlen_q, seqlen_k):
+    """(batch, first tile of queries, lengths) of a part of a sequence."""
+    if table is None:
+        nothing = seqlen_q * 0
+        return part // num_parts, part % num_parts * tiles, Lengths(nothing, nothing, seqlen_q, seqlen_k)
+    else:
+        batch, index, lengths = schedule.packed_part(part, table)
+        return batch, index * tiles, lengths
 
-    lse: pointer. tiles: of queries, that a program has. KEYS: rows of each piece; MASKED: whether some of it may be hidden.
-    """
-    q_descs = _boxes(q_desc, q_rest_desc, DIM)
-    k_descs = _boxes(k_desc, k_rest_desc, DIM)
-    k_tail_descs = _boxes(k_tail_desc, k_tail_rest_desc, DIM)
-    v_descs = _boxes(v_desc, v_rest_desc, DIM_V)
-    v_tail_descs = _boxes(v_tail_desc, v_tail_rest_desc, DIM_V)
-    out_descs = _boxes(out_desc, out_rest_desc, DIM_V)
-    head = gl.program_id(0) % num_heads
-    part = gl.program_id(0) // num_heads
-    batch = part // num_parts
-    first = part % num_parts * tiles
-    end = gl.minimum(first + tiles, gl.cdiv(seqlen_q, ROWS))
 
-    nothing = seqlen_q * 0
-    lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
+@gluon.jit
+def _run(q_descs, k_descs, k_tail_descs, v_descs, v_tail_descs, out_descs, lse, batch, head, first, end, lengths, window,
+         scale_log2, GROUP_SIZE: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    """Tiles [first, end) of queries. lse: of the first row of the sequence."""
     q_smem = _allocate(q_descs, ROWS)
     k_smem = _allocate_keys(k_descs, k_tail_descs, KEYS)
     v_smem = _allocate_keys(v_descs, v_tail_descs, KEYS)
@@ -293,10 +282,11 @@ def attention_forward_resident(
     q_ready = _allocate_barriers(1, len(q_descs)).index(0)
     k_ready = _allocate_barriers(len(KEYS), len(k_descs))
     v_ready = _allocate_barriers(len(KEYS), len(v_descs))
-    _load(q_descs, q_smem, q_ready, batch, head, first * ROWS)
-    _load_keys(k_descs, k_tail_descs, k_smem, k_ready, batch, head // GROUP_SIZE, KEYS)
-    _load_keys(v_descs, v_tail_descs, v_smem, v_ready, batch, head // GROUP_SIZE, KEYS)
-    scale_log2 = softmax_scale * LOG2_E
+    at, row = boxes.place(batch, lengths.start_q, lengths.seqlen_q, first * ROWS, PACKED)
+    k_at, k_row = boxes.place(batch, lengths.start_k, lengths.seqlen_k, 0, PACKED)
+    _load(q_descs, q_smem, q_ready, at, head, row, PACKED)
+    _load_keys(k_descs, k_tail_descs, k_smem, k_ready, k_at, head // GROUP_SIZE, k_row, KEYS, PACKED)
+    _load_keys(v_descs, v_tail_descs, v_smem, v_ready, k_at, head // GROUP_SIZE, k_row, KEYS, PACKED)
     for tile in range(first, end):
         mbarrier.wait(q_ready, (tile - first) & 1)
         scores = _scores(q_smem, k_smem, k_ready, tile * ROWS, lengths, window, KEYS, MASKED)
@@ -304,13 +294,39 @@ def attention_forward_resident(
         tma_store_wait(0)
         partition_barrier()
         if tile + 1 < end:
-            _load(q_descs, q_smem, q_ready, batch, head, (tile + 1) * ROWS)
+            _load(q_descs, q_smem, q_ready, at, head, row + (tile + 1 - first) * ROWS, PACKED)
         state, acc = _weighted_values(scores, v_smem, v_ready, scale_log2)
         inverse, row_lse = softmax.finish(state)
-        _store(out_descs, out_smem, columns.scale(acc, inverse), batch, head, tile * ROWS)
+        _store(out_descs, out_smem, columns.scale(acc, inverse), at, head, row + (tile - first) * ROWS, PACKED)
         rows = tile * ROWS + gl.arange(0, ROWS, row_lse.type.layout)
-        gl.store(lse + (batch * num_heads + head).to(gl.int64) * seqlen_q + rows, row_lse, mask=rows < seqlen_q)
+        gl.store(lse + rows, row_lse, mask=rows < lengths.seqlen_q)
     tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["lse_stride", "seqlen_q", "seqlen_k", "num_heads", "num_parts", "tiles"])
+def attention_forward_resident(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, k_tail_desc, k_tail_rest_desc, v_desc, v_rest_desc, v_tail_desc, v_tail_rest_desc,
+    out_desc, out_rest_desc, lse, table, window, softmax_scale, lse_stride, seqlen_q, seqlen_k, num_heads, num_parts, tiles,
+    GROUP_SIZE: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, KEYS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """x_desc: TMA descriptors of boxes; tail: of all pieces of the keys but the first; rest: of the last columns, or None.
+
+    lse: pointer. table: of `schedule.plan_packed`, or None. tiles: of queries, that a program has. KEYS: rows of each piece;
+    MASKED: whether some of it may be hidden.
+    """
+    PACKED: gl.constexpr = table is not None
+    if PACKED:
+        num_parts = gl.load(table)
+    head = gl.program_id(0) % num_heads
+    part = gl.program_id(0) // num_heads
+    if not PACKED or part < num_parts:
+        batch, first, lengths = _part(part, num_parts, tiles, table, seqlen_q, seqlen_k)
+        lse_row = (head if PACKED else batch * num_heads + head).to(gl.int64) * lse_stride + lengths.start_q
+        _run(_boxes(q_desc, q_rest_desc, DIM), _boxes(k_desc, k_rest_desc, DIM), _boxes(k_tail_desc, k_tail_rest_desc, DIM),
+             _boxes(v_desc, v_rest_desc, DIM_V), _boxes(v_tail_desc, v_tail_rest_desc, DIM_V),
+             _boxes(out_desc, out_rest_desc, DIM_V), lse + lse_row, batch, head, first,
+             gl.minimum(first + tiles, gl.cdiv(lengths.seqlen_q, ROWS)), lengths, window, softmax_scale * LOG2_E, GROUP_SIZE,
+             KEYS, MASKED, PACKED)  # fmt: skip
 
 
 def launch(problem, config, operands):

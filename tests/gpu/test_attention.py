@@ -10,7 +10,7 @@ import torch
 from cases import BY_NAME, CASES, LARGE, SHORT, Case
 
 import flashtile
-from flashtile import dispatch, hardware, ops
+from flashtile import dispatch, hardware, ops, tiles
 from flashtile.problem import AttentionProblem
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ REPEATED = ("causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_cau
             "dim_192_128_deterministic", "varlen_dim_168", "alibi_batch_causal")  # fmt: skip
 # Kinds of calls among random configurations, each with kernels of its own, which take longer to compile than to run
 NUM_KINDS = 60
+RESIDENT_CONFIG = tiles.resident_config
 
 
 @pytest.fixture(params=GPU_TIERS)
@@ -77,17 +78,28 @@ def test_case(tier, case, dtype, poisoned):
 
 
 @pytest.fixture
-def whole_groups(monkeypatch):
-    """A program has all query heads of its keys, as in long calls."""
-    from flashtile import tiles
+def forget():
+    """A function that forgets plans; they are forgotten at the end too."""
 
-    def forget():
+    def clear():
         dispatch.plan.cache_clear()
         ops._CALLS.__init__()
 
+    yield clear
+    clear()
+
+
+@pytest.fixture
+def whole_groups(monkeypatch, forget):
+    """A program has all query heads of its keys, as in long calls."""
     monkeypatch.setattr(tiles, "TILES_A_PROGRAM", 0)
     forget()
-    yield
+
+
+@pytest.fixture
+def long_keys(monkeypatch, forget):
+    """Few keys are loaded in a loop, as many are."""
+    monkeypatch.setattr(tiles, "resident_config", lambda problem, device: None)
     forget()
 
 
@@ -96,6 +108,42 @@ def whole_groups(monkeypatch):
 def test_whole_groups(tier, name, whole_groups, poisoned):
     skip_refused(tier, BY_NAME[name], torch.bfloat16)
     checks.check_attention(BY_NAME[name], torch.bfloat16, "cuda")
+
+
+def _is_resident(case):
+    """Whether the keys of a case's Hopper forward stay in shared memory."""
+    problem = case.problem(case.make(torch.bfloat16, "cuda"))
+    return 0 not in problem.lse_shape and tiles.resident_config(problem, hardware.detect("cuda")) is not None
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_few_keys_as_many(tier, case, long_keys, poisoned):
+    """Cases of small shapes, in the kernel that has all options and long calls."""
+    skip_refused(tier, case, torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "resident_config", RESIDENT_CONFIG)
+        if not _is_resident(case):
+            pytest.skip("that kernel has it in test_case")
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("name", ["resident_77", "resident_257", "resident_197", "resident_causal_gqa", "resident_window",
+                                  "one_key", "varlen_causal", "varlen_empties", "varlen_used_k"])  # fmt: skip
+def test_few_keys_of_many_heads(tier, name, poisoned):
+    """Several programs to a multiprocessor, of one tile and of more; many runs, the same bits."""
+    case = BY_NAME[name]
+    many = {"lengths": 40 * case.lengths, "used": case.used and 40 * case.used} if case.varlen else {"batch": 200}
+    case = replace(case, **many)
+    assert _is_resident(case)
+    checks.check_attention(case, torch.bfloat16, "cuda")
+    operands = case.make(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        first = case.attend(operands)
+        for _ in range(NUM_REPEATS):
+            for got, want in zip(case.attend(operands), first, strict=True):
+                assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
 
 
 def test_infinite_sink(tier, poisoned):
