@@ -321,12 +321,13 @@ def column_boxes(head_dim: int) -> tuple[int, int]:
 def resident_config(problem, device) -> ResidentConfig | None:
     """The configuration of that kernel, or None where it does not take a problem, or `hopper_config`'s is as fast or faster.
 
-    That is where a multiprocessor has room for one program alone, or for two that compute scores which a mask hides, and where
-    heads of a group share tiles.
+    That is where heads of a group share tiles, and where a multiprocessor has room for one program alone, or for two that
+    compute scores which a mask hides, or that `hopper_config` has without waste, and enough of.
     """
-    if (problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p
-            or problem.softmax_scale <= 0 or max(problem.head_dim, problem.head_dim_v) > 128
-            or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1]) or hopper_config(problem, device).heads > 1):  # fmt: skip
+    streamed = hopper_config(problem, device)
+    if (problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p or problem.softmax_scale <= 0
+            or max(problem.head_dim, problem.head_dim_v) > 128 or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1])
+            or streamed.heads > 1):  # fmt: skip
         return None
     keys = next(keys for keys in RESIDENT_KEYS if problem.seqlen_k <= sum(keys))
     columns, columns_v = (wide + (rest or wide * (dim > wide))
@@ -336,9 +337,17 @@ def resident_config(problem, device) -> ResidentConfig | None:
     # Of a thread, as compiled: half a row of scores, half a row of out, weights under way, and others
     registers = max(sum(keys), 64) // 2 + max(columns_v, 64) // 2 + sum(keys[1:]) // 4 + 12
     programs = min((228 << 10) // num_bytes, 512 // registers, 8)
-    if programs < 2 or programs < 3 and problem.window != (None, None):
+    if programs < 2 or programs < 3 and (problem.window != (None, None) or _is_filled(problem, streamed, device)):
         return None
     return ResidentConfig(keys, _resident_tiles(problem, programs, device.num_sms), programs)
+
+
+def _is_filled(problem, config, device) -> bool:
+    """Whether a call has no rows or columns less than its tiles of the Hopper forward, and a tile for each multiprocessor."""
+    tiles, rest = divmod(problem.seqlen_q, config.tile_m)
+    return (not problem.varlen and not rest and problem.seqlen_k % config.tile_n == 0
+            and problem.head_dim == problem.head_dim_v == padded_dim(problem.head_dim, problem.dtype.itemsize)
+            and problem.batch * problem.num_heads * tiles >= device.num_sms)  # fmt: skip
 
 
 def _resident_tiles(problem, programs_per_sm, num_sms) -> int:

@@ -130,7 +130,7 @@ def test_few_keys_as_many(tier, case, long_keys, poisoned):
 
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 @pytest.mark.parametrize("name", ["resident_77", "resident_257", "resident_197", "resident_causal_gqa", "resident_window",
-                                  "one_key", "varlen_causal", "varlen_empties", "varlen_used_k"])  # fmt: skip
+                                  "one_key", "varlen_cross_causal", "varlen_empties", "varlen_used_k"])  # fmt: skip
 def test_few_keys_of_many_heads(tier, name, poisoned):
     """Several programs to a multiprocessor, of one tile and of more; many runs, the same bits."""
     case = BY_NAME[name]
