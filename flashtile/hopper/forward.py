@@ -39,6 +39,8 @@ square, relative to float64), where it was 1.7e-3 to 2.1e-3, since bf16 of out a
 
 Dropout: the random words of a step are made under its products, and of those only a bit a weight is kept (`dropout.keep_bits`).
 
+Calls of up to 272 keys have mostly another kernel, which has no border: resident.py.
+
 What limits it (times in benchmarks/results/nvidia-h200/paper-forward.json; counters in attention-counters.json, FA3's in
 forward-counters.json, both of earlier kernels):
 - long sequences: the tensor pipe, active 98% of the cycles at head dim 256 full and 95% causal, 84% and 82% at 128 (8192 keys;
@@ -261,6 +263,10 @@ Tried (the same: TFLOP/s of single runs, each interleaved with what it is compar
   123.6, head dim 128 equal. The first softmax of a tile that does not come left out by a branch: 16.4 to 16.2 us, full 512 keys
   of 32 heads 165.8 to 169.1, and wrong at head dims 128 and 256, without a warning of ptxas: probably it moves registers at the
   branch that the product under way writes. No counter where programs have one tile each: equal.
+- 577 queries, whose third tile of 256 leaves two of four consumers without a row: 1.33 times the work (H100, 32 sequences of 16
+  heads of dim 64, 158 us, cuDNN 151). They can't hand back the keys and values of a tile unused, as those that a mask sets back
+  do with a few: they still have the values of their last step, whose product starts with the next tile's scores, and the stages
+  are used up before the tile is. Not run.
 - half of the queries in registers at head dim 128: equal (664 and 658, causal 625 and 623); all of them: 72 bytes of spills. At
   head dim 64 it does not fit, and ptxas serialises (C7512).
 - head dim 256 with tiles of 128 keys, one stage: 288 bytes of spills, and ptxas serialises.

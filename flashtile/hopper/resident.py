@@ -31,15 +31,16 @@ brackets cuDNN and FA3; the last column is bytes over the rate of a copy, 4.3 TB
     64, 77, 77, 12, 64, causal, text of CLIP         40.2   18.1  (22.9, 27.2)   7    40.5   19.2  (22.9, 28.0)  10
     1, 128, 128, 12, 64; the portable kernel 7.8     12.8    6.9  (9.0, 10.9)
     1, 64, 64, 1, 64; the portable kernel 7.3                                         12.0    6.5  (9.2, 10.6)
-    packed, 256 of 64, 16, 80; the portable 106                                        138   71.0  (-, 157)      28
+    packed, 256 of 64, 16, 80; the portable 102, 106  131   55.4  (-, 155)    19     138   71.0  (-, 157)      28
     packed, 64 of 1 to 128, 12, 64; the portable 28.2                                 43.0   22.2  (-, 40.5)      9
     packed, 64 of 197, 12, 64                                                         56.3   52.0  (-, 100)      26
     packed, 511 of 16 and one of 250, 12, 64; the portable 85.1                        205    108  (-, 224)
 
 Tried (the same, H200; x/y is x tiles of a program, y programs to a multiprocessor):
 - where a multiprocessor holds one program, 256 keys of head dim 128, 45.5 to 64.8. Two, where `forward.py`'s tiles are full:
-  256 keys of 12 heads of dim 64 30.5 and 30.4 (H100 32.0 to 34.1), 128 keys of dim 128 43.9 and 44.7, causal 43.5 to 46.0, 256
-  causal 34.6 to 38.5.
+  256 keys of 12 heads of dim 64 30.5 and 30.4 (H100 32.0 to 34.1), 128 keys of dim 128 43.9 and 44.7. Two under a causal mask,
+  which hides half of what they compute: 64 sequences of 16 heads, 256 keys of dim 64 56.6 to 68.1, 240 55.9 to 67.1, 208 of dim
+  80 63.9 to 75.6, 100 of dim 128 40.2 to 42.4, though 257 of dim 64 110 to 78.2, 160 of dim 96 64.3 to 54.4.
 - 256 keys as two pieces, so that the exponentials of the second run under the first's p v: head dim 64, 257 keys, 72.1 to
   75.6; 80, which then spills 224 bytes, 84.9 to 122; 72, 256 keys, 71.4 to 73.3. 197 keys as 256 67.0 to 83.1, 77 as 128 30.7
   to 36.8.
@@ -50,8 +51,8 @@ Tried (the same, H200; x/y is x tiles of a program, y programs to a multiprocess
 
 Limit, by arithmetic: 257 keys of dim 64 take 16,000 clocks a head on the H200, of which memory takes 6,700, exponentials 5,400,
 products 5,400; with two programs to a multiprocessor the chain of a tile shows, scores, maxima, exponentials, p v, each after
-the one before. 77 keys are at 0.65 to 0.7 of the rate of a copy for SDXL, at 0.4 for head dim 40, whose rows of 80 bytes TMA
-moves in sectors of 32.
+the one before. 77 keys are at 0.65 to 0.7 of the rate of a copy for SDXL, at 0.4 for head dim 40, probably since its rows
+of 80 bytes are moved in sectors of 32.
 """
 
 from flashtile.device import columns, masks, schedule, softmax
