@@ -182,7 +182,7 @@ def update_lazily_scaled(state, logits, scale_log2, e):
     largest = gl.max(logits, 1) * scale_log2 + e
     state, correction = rebase(state, gl.where(largest > state.row_max + SLACK, largest, state.row_max))
     p = gl.exp2(logits * scale_log2[:, None] - (pivot(state.row_max) - e)[:, None])
-    row_sum = state.row_sum + _sum_apart(p) * gl.exp2(-e)
+    row_sum = state.row_sum + sum_apart(p) * gl.exp2(-e)
     return OnlineSoftmax(state.row_max, row_sum), p, correction
 
 
