@@ -435,6 +435,22 @@ PRESETS = {
             Shape("512", "1k", nheads="16", headdim="128", causal="yes", varlen=True),
         ),
     ),
+    "few-keys": Preset(
+        "cross attention of diffusion models on a prompt, vision and text encoders",
+        (
+            Shape("8", "77", seqlen_q="4096", nheads="8", headdim="40"),
+            Shape("8", "77", seqlen_q="4096", nheads="10", headdim="64"),
+            Shape("8", "120", seqlen_q="4096", nheads="16", headdim="72"),
+            Shape("256", "50", nheads="12", headdim="64"),
+            Shape("128", "197", nheads="12", headdim="64"),
+            Shape("64", "257", nheads="16", headdim="64,80"),
+            Shape("64", "256", nheads="16", headdim="72"),
+            Shape("32", "577", nheads="16", headdim="64"),
+            Shape("64", "64", nheads="8", headdim="32"),
+            Shape("64", "128", nheads="12", headdim="64"),
+            Shape("64", "77", nheads="12", headdim="64", causal="yes"),
+        ),
+    ),
     "paper": Preset(
         "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",
         (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),
