@@ -40,6 +40,7 @@ DOCS = {
     "train": ("backends-fwd_bwd",),
     "deterministic": ("geomeans", "backends-bwd"),
     "backward-groups": ("geomeans", "backends-bwd"),
+    "few-keys": ("geomeans", "backends-fwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),

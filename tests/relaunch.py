@@ -54,6 +54,7 @@ def launcher_of(compiled):
 
 launcher.launcher_of = launcher_of
 launcher.preparer = lambda *_: None
+launcher.ensure_context = lambda: None
 launcher.map_maker = lambda descriptor, metadata: lambda address: Map(descriptor, address)
 launcher.driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 0))
 

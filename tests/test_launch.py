@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashtile import counters, outputs
-from flashtile.device.launch import Launches
+from flashtile.device.launch import Launches, launch_now
 
 
 class Group(NamedTuple):
@@ -88,6 +88,35 @@ def test_host_overhead_times_the_launches_of_a_call(launched_again):
     bare()
     launches.run(x, None, workspace)
     assert len(launched_again) == before + 2 and launched_again[-1] == launched_again[-2]
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+def test_descriptors_are_made_in_a_context(has_context, monkeypatch):
+    """A thread of gradients that neither launched nor allocated has none, and the driver makes no descriptor then."""
+    launcher = pytest.importorskip("flashtile.device.launcher")
+    calls = []
+
+    def get_current(context):
+        context._obj.value = 5 if has_context else None
+        return 0
+
+    def retain(context, device):
+        context._obj.value = 6
+        calls.append(("retain", device.value))
+
+    def get_device(device, index):
+        device._obj.value = index + 10
+
+    driver = SimpleNamespace(cuCtxGetCurrent=get_current, cuDeviceGet=get_device, cuDevicePrimaryCtxRetain=retain,
+                             cuCtxSetCurrent=lambda context: calls.append(("set", context.value)))  # fmt: skip
+    monkeypatch.setattr(launcher, "_cuda", lambda: driver)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
+    described = SimpleNamespace(base=SimpleNamespace(is_cuda=True))
+    launch_now(Kernel(Compiled(function=1)), (1,), (described,), {})
+    assert calls == ([] if has_context else [("retain", 11), ("set", 6)])
+    calls.clear()
+    launch_now(Kernel(Compiled(function=1)), (1,), (SimpleNamespace(base=torch.zeros(4)), torch.zeros(4)), {})
+    assert not calls
 
 
 @pytest.mark.parametrize("with_descriptor", [False, True])

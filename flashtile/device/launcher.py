@@ -104,6 +104,19 @@ def _cuda():
     return ctypes.CDLL("libcuda.so.1")
 
 
+def ensure_context():
+    """Give this thread the context of its device if it has none: the driver makes no TMA descriptor without.
+
+    Triton's launcher does the same, but after descriptors are made. A thread of torch's gradients has no context before it
+    launched or allocated something, and a backward pass may find all its memory in torch's cache.
+    """
+    cuda, context, device = _cuda(), ctypes.c_void_p(), ctypes.c_int()
+    if cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context.value is None:
+        cuda.cuDeviceGet(ctypes.byref(device), driver.active.get_current_device())
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        cuda.cuCtxSetCurrent(context)
+
+
 def start_kernel():
     """The driver's function that takes Prepared.arguments, and returns 0 where all is well."""
     return _cuda().cuLaunchKernelEx
