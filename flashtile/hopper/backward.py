@@ -161,6 +161,7 @@ import triton.language as tl
 
 from flashtile.device import columns, groups, masks, schedule, scores
 from flashtile.device import dropout as dropouts
+from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     TensorDescriptor,
     fence_async_shared,
@@ -1080,14 +1081,6 @@ def _compute_dk(
 # ---- the kernels ----
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=[
     "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "splits", "batch_heads", "heads_side_by_side",
     "tail_heads", "padded_rows",
@@ -1123,32 +1116,32 @@ def attention_backward(
     neg_delta_smem = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, TILE_M], neg_delta_desc.layout)
     dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
     walk_smem = gl.allocate_shared_memory(gl.int32, [WALK_SLOTS * WALK_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_ready = _barriers(1, 1)
-    v_ready = _barriers(1, 1)
-    q_ready = _barriers(Q_STAGES, 1)
-    q_free = _barriers(Q_STAGES, 2)
-    dout_ready = _barriers(DOUT_STAGES, 1)
-    dout_free = _barriers(DOUT_STAGES, 2)
-    dscores_ready = _barriers(HALVES * DSCORES_STAGES, 1)
-    dscores_free = _barriers(DSCORES_STAGES, 1)
-    k_done = _barriers(1, 1)
-    walk_ready = _barriers(WALK_SLOTS, 1)
-    walk_free = _barriers(WALK_SLOTS, 5 if DETERMINISTIC else 3)
+    k_ready = allocate_barriers(1, 1)
+    v_ready = allocate_barriers(1, 1)
+    q_ready = allocate_barriers(Q_STAGES, 1)
+    q_free = allocate_barriers(Q_STAGES, 2)
+    dout_ready = allocate_barriers(DOUT_STAGES, 1)
+    dout_free = allocate_barriers(DOUT_STAGES, 2)
+    dscores_ready = allocate_barriers(HALVES * DSCORES_STAGES, 1)
+    dscores_free = allocate_barriers(DSCORES_STAGES, 1)
+    k_done = allocate_barriers(1, 1)
+    walk_ready = allocate_barriers(WALK_SLOTS, 1)
+    walk_free = allocate_barriers(WALK_SLOTS, 5 if DETERMINISTIC else 3)
     if DETERMINISTIC:
-        turn_ready = _barriers(TURN_SLOTS, 1)
-        added = _barriers(TURN_SLOTS, 1)
-        counted = _barriers(TURN_SLOTS, 1)
+        turn_ready = allocate_barriers(TURN_SLOTS, 1)
+        added = allocate_barriers(TURN_SLOTS, 1)
+        counted = allocate_barriers(TURN_SLOTS, 1)
     else:
         turn_ready = None
         added = None
         counted = None
     if BY_ROWS:
-        v_free = _barriers(1, 2)
+        v_free = allocate_barriers(1, 2)
         # dk leaves through the buffers of dscores, or if they are too small of k
         if _room_for_dk(DSCORES_STAGES, TILE_M, BLOCK_D) > 0:
             k_free = k_done
         else:
-            k_free = _barriers(1, 2)
+            k_free = allocate_barriers(1, 2)
         other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
                           None, walk_smem)  # fmt: skip
@@ -1173,11 +1166,11 @@ def attention_backward(
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
-        p_ready = _barriers(DSCORES_STAGES, 1)
-        p_free = _barriers(DSCORES_STAGES, 1)
-        v_done = _barriers(1, 1)
-        k_free = _barriers(1, 1)
-        v_free = _barriers(1, 1)
+        p_ready = allocate_barriers(DSCORES_STAGES, 1)
+        p_free = allocate_barriers(DSCORES_STAGES, 1)
+        v_done = allocate_barriers(1, 1)
+        k_free = allocate_barriers(1, 1)
+        v_free = allocate_barriers(1, 1)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem,
                           walk_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,

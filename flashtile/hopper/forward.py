@@ -279,6 +279,7 @@ from typing import Any, NamedTuple
 
 from flashtile.device import columns, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
+from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     fence_async_shared,
     gl,
@@ -1098,14 +1099,6 @@ def _compute(
 
 
 @gluon.jit
-def _allocate_barriers(count: gl.constexpr, NUM_SLOTS: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(NUM_SLOTS):
-        mbarrier.init(barriers.index(slot), count=count)
-    return barriers
-
-
-@gluon.jit
 def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
               LIVE_D: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
               OWN_OUT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
@@ -1135,10 +1128,10 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_
     v_smem = boxes.allocate(v_desc, NUM_STAGES, BLOCK_DV)
     return Ring(
         q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
-        _allocate_barriers(1, Q_SLOTS), _allocate_barriers(1, Q_SLOTS),
-        _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
-        _allocate_barriers(1, NUM_STAGES), _allocate_barriers(NUM_CONSUMERS, NUM_STAGES),
-        _allocate_barriers(1, TILE_SLOTS), _allocate_barriers(NUM_CONSUMERS, TILE_SLOTS),
+        allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1),
+        allocate_barriers(NUM_STAGES, 1), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
+        allocate_barriers(NUM_STAGES, 1), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
+        allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS),
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ of 80 bytes are moved in sectors of 32.
 """
 
 from flashtile.device import columns, masks, schedule, softmax
+from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     fence_async_shared,
     gl,
@@ -260,14 +261,6 @@ def _store(descs, smem, acc, at, head, row, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
-@gluon.jit
 def _part(part, num_parts, tiles, table, seqlen_q, seqlen_k):
     """(batch, first tile of queries, lengths) of a part of a sequence."""
     if table is None:
@@ -286,9 +279,9 @@ def _run(q_descs, k_descs, k_tail_descs, v_descs, v_tail_descs, out_descs, lse, 
     k_smem = _allocate_keys(k_descs, k_tail_descs, KEYS)
     v_smem = _allocate_keys(v_descs, v_tail_descs, KEYS)
     out_smem = _allocate(out_descs, ROWS)
-    q_ready = _allocate_barriers(1, len(q_descs)).index(0)
-    k_ready = _allocate_barriers(len(KEYS), len(k_descs))
-    v_ready = _allocate_barriers(len(KEYS), len(v_descs))
+    q_ready = allocate_barriers(1, len(q_descs)).index(0)
+    k_ready = allocate_barriers(len(KEYS), len(k_descs))
+    v_ready = allocate_barriers(len(KEYS), len(v_descs))
     at, row = boxes.place(batch, lengths.start_q, lengths.seqlen_q, first * ROWS, PACKED)
     k_at, k_row = boxes.place(batch, lengths.start_k, lengths.seqlen_k, 0, PACKED)
     _load(q_descs, q_smem, q_ready, at, head, row, PACKED)

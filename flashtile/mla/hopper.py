@@ -101,6 +101,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.device import columns, softmax
+from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     TensorDescriptor,
     allow_dependents,
@@ -130,10 +131,10 @@ MANY_ROWS = gl.constexpr(2**30)
 SCALES_BYTE = gl.constexpr(cache.SCALES_BYTE)
 PACKED_BYTES = gl.constexpr(cache.TOKEN_BYTES)
 ROPE_BYTE = gl.constexpr(cache.ROPE_BYTE)
-# Packed tokens are numbers times 2**(7 - e) in fp16, e mostly 0: then up to 448, and of 21 binades below
+# Packed tokens are numbers times 2**(VALUE_SHIFT - e) in fp16, e mostly 0: then up to 448, with scales of 22 binades
 VALUE_SHIFT = gl.constexpr(7)
-VALUE_UNIT = gl.constexpr(2.0**-7)
-# Below this exponent of a token's largest scale e is less than 0, but not below the lowest
+VALUE_UNIT = gl.constexpr(2.0**-VALUE_SHIFT.value)
+# Below this exponent of a tile's largest scale e is less than 0, but not below the lowest
 SMALL, LOWEST = gl.constexpr(-14), gl.constexpr(-40)
 # Rows of a cache begin at multiples of so many bytes, which 32-bit offsets count: tokens are looked up below the limit
 UNIT = gl.constexpr(16)
@@ -477,8 +478,7 @@ def _largest(pairs):
     for _ in gl.static_range(2):
         left, right = pairs.reshape([ROWS, pairs.shape[1] // 2, 2]).split()
         pairs = _larger(left, right)
-    largest = gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1)
-    return largest.to(gl.float32, bitcast=True)
+    return gl.max(gl.maximum(pairs << 16, pairs & 0x7FFF0000), 1).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -731,8 +731,7 @@ def _start_given(ring, state, acc, step, exists, use_acc):
 
 
 @gluon.jit
-def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, SPARSE: gl.constexpr,
-                  ROPE: gl.constexpr):  # fmt: skip
+def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, ROPE: gl.constexpr):
     """The tile before `step`, which the other partition scores, and that of `step`.
 
     scale_log2: for packed tokens one a row, else a number.
@@ -747,10 +746,9 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     raw = warpgroup_mma_wait(0, deps=[raw])
     if ring.bias_smem is not None:
         raw += ring.bias_smem.index(slot).load(gl.SliceLayout(0, raw.type.layout))[None, :]
-    if not SPARSE:
-        if masked:
-            cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
-            raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
+    elif masked:
+        cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, raw.type.layout))
+        raw = gl.where(cols[None, :] < limits[:, None], raw, NEG_INF)
     if ring.exponent_smem is None:
         state, p, correction = softmax.update_lazily_apart(state, raw, scale_log2)
     else:
@@ -821,7 +819,7 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
 def _compute(
     out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows, num_heads,
     seqlen_q, scale_log2, SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr,
-    LSE_WITH_SINKS: gl.constexpr, SPARSE: gl.constexpr, W: gl.constexpr,
+    LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second tile's scores, and the output columns from W * HALF on."""
     score_layout: gl.constexpr = columns.layout_of(TILE)
@@ -850,8 +848,7 @@ def _compute(
             tile = segment.first + step - first_step
             masked = (tile + 1) * TILE > mask_from
             last_own = step + 2 >= end_step
-            state, acc = _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale, last_own, SPARSE,
-                                       ROPE)  # fmt: skip
+            state, acc = _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale, last_own, ROPE)
         if (end_step > first_step) & (((end_step - 1 + W) & 1) == 1):
             state, product = _start_given(ring, state, acc, end_step - 1, True, end_step - 1 > first_step)
             acc = warpgroup_mma_wait(0, deps=[product])
@@ -860,14 +857,6 @@ def _compute(
         _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
                LSE_WITH_SINKS, 1.0 if ring.exponent_smem is None else VALUE_UNIT, W)  # fmt: skip
         first_step = end_step
-
-
-@gluon.jit
-def _allocate_barriers(count: gl.constexpr, NUMBER: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=count)
-    return barriers
 
 
 @gluon.jit
@@ -934,9 +923,9 @@ def decode(
     ring = Ring(
         q_smem, q_operand_smem, q_rope_smem, _allocate(q_desc, 4, dtype), rope_smem, p_smem,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [4, ROWS], vectors),
-        bias_smem, exponent_smem, q_max_smem, scale_smem, entry_smem, _allocate_barriers(1, 1).index(0),
-        _allocate_barriers(2, 1).index(0), _allocate_barriers(2, 1).index(0), _allocate_barriers(2, 1).index(0), latent_ready,
-        _allocate_barriers(1, 4), _allocate_barriers(1, 2), _allocate_barriers(1, 2), latent_desc is None,
+        bias_smem, exponent_smem, q_max_smem, scale_smem, entry_smem, allocate_barriers(1, 1).index(0),
+        allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), latent_ready,
+        allocate_barriers(4, 1), allocate_barriers(2, 1), allocate_barriers(2, 1), latent_desc is None,
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
@@ -944,9 +933,9 @@ def decode(
         (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
                     SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
         (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, SPARSE, 0)),
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
         (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, SPARSE, 1)),
+                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
     ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
 
 
@@ -1043,9 +1032,8 @@ class Call(portable.Call):
                       "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
         launch(
             decode, (-(-problem.num_rows // ROWS.value), self.num_parts),
-            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths,
-             x.sinks, problem.softmax_scale, self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads,
-             problem.seqlen_q),
+            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
+             self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads, problem.seqlen_q),
             constexprs, num_warps=4,
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ What it gains and costs is in the notes of `mla.hopper`.
 import triton
 import triton.language as tl
 
-# Of a token's stretch
+# Of a token's stretch: what a program counts in is for eight
 STRETCH_BITS = 3
 # What fits in registers, and in counters of 16 bits
 MAX_TOPK = 1 << 13
