@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashtile import counters, outputs
-from flashtile.device.launch import Launches, launch_now
+from flashtile.device.launch import Launches, TensorMaps, launch_now
 
 
 class Group(NamedTuple):
@@ -111,11 +111,17 @@ def test_descriptors_are_made_in_a_context(has_context, monkeypatch):
                              cuCtxSetCurrent=lambda context: calls.append(("set", context.value)))  # fmt: skip
     monkeypatch.setattr(launcher, "_cuda", lambda: driver)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 1)))
-    described = SimpleNamespace(base=SimpleNamespace(is_cuda=True))
-    launch_now(Kernel(Compiled(function=1)), (1,), (described,), {})
-    assert calls == ([] if has_context else [("retain", 11), ("set", 6)])
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", lambda described, *_: [described.base.data_ptr()])
+    described = SimpleNamespace(base=SimpleNamespace(is_cuda=True), block_shape=[16, 16])
+    for make in (lambda: launch_now(Kernel(Compiled(function=1)), (1,), (described,), {}),
+                 lambda: TensorMaps(described, None)[4096]):  # fmt: skip
+        calls.clear()
+        make()
+        assert calls == ([] if has_context else [("retain", 11), ("set", 6)])
     calls.clear()
-    launch_now(Kernel(Compiled(function=1)), (1,), (SimpleNamespace(base=torch.zeros(4)), torch.zeros(4)), {})
+    on_cpu = SimpleNamespace(base=torch.zeros(4), block_shape=[16, 16])
+    launch_now(Kernel(Compiled(function=1)), (1,), (on_cpu, torch.zeros(4)), {})
+    assert TensorMaps(on_cpu, None)[4096] == 4096
     assert not calls
 
 

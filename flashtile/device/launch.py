@@ -41,14 +41,10 @@ class Launches:
         self.seen = True
 
 
-def _on_gpu(x) -> bool:
-    """Whether x is a TMA descriptor of a tensor on a GPU."""
-    return getattr(getattr(x, "base", None), "is_cuda", False)
-
-
 def launch_now(kernel, grid, arguments, constexprs, **options):
     """Launch as Triton does; returns what it compiled. constexprs: the kernel's last arguments, by name."""
-    if any(map(_on_gpu, arguments)):
+    # TMA descriptors of tensors on a GPU
+    if any(hasattr(x, "block_shape") and x.base.is_cuda for x in arguments):
         from flashtile.device.launcher import ensure_context
 
         ensure_context()
@@ -157,12 +153,10 @@ class TensorMaps(Remembered):
     """What TMA reads of one descriptor, by the address of its tensor: allocators give the same addresses again and again."""
 
     def __init__(self, descriptor, metadata):
-        from flashtile.device.launcher import ensure_context, map_maker
+        from flashtile.device.launcher import map_maker
 
         self.map_at = map_maker(descriptor, metadata)
-        self.prepare = ensure_context if _on_gpu(descriptor) else lambda: None
 
     def __missing__(self, address):
-        self.prepare()
         self[address] = made = self.map_at(address)
         return made

@@ -68,9 +68,11 @@ def map_maker(descriptor, metadata):
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     described, rest = copy(descriptor), (metadata, None) if _VERSION >= (3, 8) else (metadata,)
-    described.base = None
+    described.base, on_gpu = None, descriptor.base.is_cuda
 
     def map_at(address):
+        if on_gpu:
+            ensure_context()
         at = copy(described)
         at.base = _At(address)
         return make_tensordesc_arg(at, *rest)[0]
