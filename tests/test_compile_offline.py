@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compiled
 import pytest
 import spills
 
@@ -38,13 +39,8 @@ READ_AND_RELEASE = """
 
 
 def _compile(*arguments):
-    """Run offline.py in a process where Triton compiles; returns what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    command = [sys.executable, HERE / "offline.py", *map(str, arguments)]
-    process = subprocess.run(command, env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    """What offline.py prints."""
+    return compiled.reports_of(HERE / "offline.py", *arguments)
 
 
 def _problems(row):

@@ -7,12 +7,12 @@ in a process of its own, since Triton's interpreter, which other tests use, excl
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import compiled
 import pytest
 import spills
 import torch
@@ -88,11 +88,7 @@ def _compile(call):
 
 @pytest.fixture(scope="module")
 def reports():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return compiled.reports_of(__file__)
 
 
 def main_kernels(reports):

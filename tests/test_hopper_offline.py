@@ -7,19 +7,16 @@ process of its own, since Triton's interpreter, which other tests use, excludes 
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 
+import compiled
 import pytest
 import spills
 import torch
 
 from flashtile.device.versions import triton_version
 
-HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
@@ -144,11 +141,7 @@ def _compile(call):
 
 @pytest.fixture(scope="module")
 def reports():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return compiled.reports_of(__file__)
 
 
 def test_every_configuration_compiles(reports):

@@ -3,15 +3,14 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
+import compiled
 import pytest
 import spills
 
-HERE = Path(__file__).parent
 ARCHS = (80, 90)
 # Bytes a thread: (16, 64, 4, 2, 2) at head dim 256 on sm_90, and there 64 rows by 64 keys: 56 with Triton 3.6, 256 with 3.8
 MAX_SPILL, MAX_SPILL_64_ROWS = 16, 256
@@ -116,11 +115,7 @@ def compiled_anew():
 
 def run(*arguments, **variables):
     """The JSON lines that this file prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, __file__, *arguments], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return compiled.reports_of(__file__, *arguments, **variables)
 
 
 def test_what_is_compiled_ahead_is_what_calls_launch(tmp_path):

@@ -6,17 +6,13 @@ process of its own, since Triton's interpreter, which other tests use, excludes 
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
+import compiled
 import pytest
 import spills
 import torch
 
-HERE = Path(__file__).parent
 # Bytes of a thread's local memory, with every version of Triton. The portable kernel keeps 64 x 512 sums in the registers of 8
 # warps beside pointers to a tile of tokens: on sm_80 it spills up to 576 bytes, packed on sm_90 1200. The Hopper kernel has 120
 # registers for what gathers packed tokens, and 64 of them hold tokens that are on their way; loads of spilled ones wait for
@@ -85,11 +81,7 @@ def _compile():
 
 @pytest.fixture(scope="module")
 def reports():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return compiled.reports_of(__file__)
 
 
 def test_kernels_compile(reports):
@@ -121,10 +113,7 @@ def test_hopper_refuses_offsets_of_more_than_32_bits():
             reason = hopper.refuses(replace(problem, cache_bytes=2**35), device)
             assert (reason is None) == takes and (takes or "32 GiB" in reason), (shape, reason)
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
+    compiled.output_of("-c", code)
 
 
 def test_hopper_products_are_asynchronous(reports):

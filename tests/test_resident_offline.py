@@ -7,18 +7,15 @@ process of its own, since Triton's interpreter, which other tests use, excludes 
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 
+import compiled
 import pytest
 import spills
 import torch
 
-HERE = Path(__file__).parent
 # Bytes of a thread's local memory, by keys and head dim, where there are more than 16
 SPILLS = {"80 d128": 24, "208 d80": 80, "208 d96": 168}
 OPTIONS = ("plain", "causal", "packed")
@@ -80,11 +77,7 @@ def _compile(call):
 
 @pytest.fixture(scope="module")
 def reports():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH")]))
-    process = subprocess.run([sys.executable, __file__], env=environment, text=True, capture_output=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads(line) for line in process.stdout.splitlines()]
+    return compiled.reports_of(__file__)
 
 
 def test_every_call_compiles_to_wgmma(reports):
