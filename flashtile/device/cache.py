@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from flashtile.device.lengths import Lengths
+from flashtile.device.masks import Window
+from flashtile.device.tensors import Rows
 
 
 class CacheLayout(NamedTuple):
@@ -28,12 +30,47 @@ class CacheLayout(NamedTuple):
     total_q: Any
 
 
+def layout_of(problem, operands) -> CacheLayout:
+    """The CacheLayout of a CacheProblem and its CacheOperands, which hold its tensors in the same order."""
+    table = operands.block_table
+    return CacheLayout(*operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
+                       operands.k_cache.shape[0], problem.total_q or 0)  # fmt: skip
+
+
 class Slots(NamedTuple):
     """Of a sequence: slots in use before new keys came and after, and the first one that is its own."""
 
     before: Any
     stop: Any
     begin: Any
+
+
+class Pages(NamedTuple):
+    """Of a block table, for `load_pages`, and what it leads to: k and v, Rows with strides in units of 16 bytes.
+
+    rows_apart: of k and v, from one page's begin to the next one's, in tokens.
+    """
+
+    block_table: Any
+    table_stride: Any
+    num_rows: Any
+    rows_apart: Any
+    k: Rows
+    v: Rows
+
+
+class PackedCache(NamedTuple):
+    """A call on a cache as a packed one, whose sequences have rows of their own: see `load_packed_lengths`.
+
+    seqlen_q: queries of a sequence, the most of packed ones. rows_apart: between two rows of a cache without pages, in tokens.
+    whole: slots that are hidden together, with pages; 1 for any.
+    """
+
+    layout: CacheLayout
+    window: Window
+    seqlen_q: Any
+    rows_apart: Any
+    whole: Any
 
 
 @triton.jit
@@ -81,12 +118,34 @@ def load_cache_lengths(layout, batch, mask, seqlen_q):
 
 
 @triton.jit
-def cache_row(layout, batch):
-    """The row of a sequence in a cache without pages."""
+def cache_row(layout, batch, mask=None):
+    """The row of a sequence in a cache without pages, or of a vector of sequences with a mask."""
     if layout.cache_batch_idx is None:
         return batch
     else:
-        return _clamp(tl.load(layout.cache_batch_idx + batch), 0, layout.num_rows - 1)
+        return _clamp(tl.load(layout.cache_batch_idx + batch, mask=mask), 0, layout.num_rows - 1)
+
+
+@triton.jit
+def load_packed_lengths(packed, batch, mask):
+    """Lengths of one sequence, or of a vector of them, without the keys that none of its queries sees for the window's left.
+
+    start_q: the row of its first query, of batched ones too. start_k: the row of its first key; with pages its slot.
+    """
+    layout = packed.layout
+    lengths = load_cache_lengths(layout, batch, mask, packed.seqlen_q)
+    start_q = lengths.start_q
+    if layout.cu_seqlens_q is None:
+        start_q = batch * packed.seqlen_q
+    hidden = lengths.seqlen_k * 0
+    if packed.window.left is not None:
+        hidden = _clamp(lengths.seqlen_k - lengths.seqlen_q - packed.window.left, 0, lengths.seqlen_k)
+    if layout.block_table is None:
+        start_k = cache_row(layout, batch, mask) * packed.rows_apart + lengths.start_k + hidden
+    else:
+        hidden = hidden // packed.whole * packed.whole
+        start_k = lengths.start_k + hidden
+    return Lengths(start_q, start_k, lengths.seqlen_q, lengths.seqlen_k - hidden)
 
 
 @triton.jit

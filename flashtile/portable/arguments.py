@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from flashtile.device.cache import CacheLayout
 from flashtile.device.dropout import Dropout, dropout_of
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
@@ -18,13 +17,6 @@ class CommonArguments(NamedTuple):
     score_params: ScoreParams
     dropout: Dropout
     shapes: dict
-
-
-def layout_of(problem, operands) -> CacheLayout:
-    """The CacheLayout of a CacheProblem and its CacheOperands, which hold its tensors in the same order."""
-    table = operands.block_table
-    return CacheLayout(*operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
-                       operands.k_cache.shape[0], problem.total_q or 0)  # fmt: skip
 
 
 def common_arguments(problem, operands, rows=64) -> CommonArguments:

@@ -170,6 +170,7 @@ import triton.language as tl
 
 from flashtile import hardware
 from flashtile.device import cache, masks, scores, softmax
+from flashtile.device.append import Append
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF, dot
@@ -177,8 +178,7 @@ from flashtile.device.scores import ScoreParams, params_of
 from flashtile.device.tensors import head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
-from flashtile.portable import INTERPRETED_SMS, append
-from flashtile.portable.arguments import layout_of
+from flashtile.portable import INTERPRETED_SMS
 from flashtile.portable.combine import ELEMENTS, chunk_of, merge_rows, store_rows
 from flashtile.tiles import padded_dim
 
@@ -739,7 +739,8 @@ class Call:
         out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
         # Rows of out may all be of no sequence
         self.is_empty = 0 in out_shape or plan.num_programs == 0
-        self.append = append.Append(problem, operands, device) if problem.appends else None
+        self.append = Append(problem, operands, device) if problem.appends else None
+        self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim else None
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
@@ -795,7 +796,7 @@ class Call:
             lse = self.new_lse(q)
             if self.problem.varlen:
                 lse.fill_(float("-inf"))
-        q_rotated = self.append.new_q(q) if self.append is not None and self.append.rotates else None
+        q_rotated = self.new_q(q) if self.new_q is not None else None
         partial, stored = self.new_partial(q) if self.partial_rows else (None, None)
         self.launches.run(*operands, out, lse, q_rotated, partial, stored)
         return out, lse
@@ -816,7 +817,7 @@ class Call:
         if partial is not None:
             parts = Partial(partial[self.partial_rows * LSE_COPIES.value :], partial, stored)
         results = rows_of(out), None if lse is None else rows_of(lse, lse=True), parts
-        layout, window = layout_of(problem, operands), Window(*problem.window)
+        layout, window = cache.layout_of(problem, operands), Window(*problem.window)
         descales = Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
         launch(
             decode_attention, self.grid,

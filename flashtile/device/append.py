@@ -12,8 +12,6 @@ import triton.language as tl
 
 from flashtile.device import cache
 from flashtile.device.tensors import per_head_of, per_head_ptr, rows_of
-from flashtile.outputs import fresh
-from flashtile.portable.arguments import layout_of
 
 # Heads of a program; the largest finite number of fp8 (e4m3)
 HEADS = 16
@@ -157,12 +155,9 @@ class Append:
     def __init__(self, problem, operands, device):
         q, k = operands.q, operands.k
         self.problem = problem
-        self.rotates = problem.rotary_dim > 0
-        # the queries that attention reads then
-        self.new_q = fresh(q.shape, problem.out_dtype)
         num_new = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
-        num_q = (q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]) if self.rotates else 0
-        heads = problem.num_heads if self.rotates else problem.num_heads_kv
+        num_q = (q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]) if problem.rotary_dim else 0
+        heads = problem.num_heads if problem.rotary_dim else problem.num_heads_kv
         self.shape = (num_new, problem.batch, problem.seqlen_new, problem.seqlen_q, problem.num_heads, problem.num_heads_kv)
         self.constexprs = {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
@@ -175,7 +170,7 @@ class Append:
         self.grid = (num_new + num_q, triton.cdiv(heads, HEADS))
 
     def start(self, launch, operands, q_rotated):
-        """q_rotated: what new_q gave, or without rotary embedding q."""
+        """q_rotated: memory for the queries that attention then reads, or without rotary embedding q."""
         if self.grid[0] == 0:
             return
         cos = operands.rotary_cos
@@ -183,5 +178,5 @@ class Append:
         rotary = Rotary(cos, operands.rotary_sin, stride, length, operands.rotary_seqlens)
         rows = (rows_of(x) for x in (operands.q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache))
         descales = map(per_head_of, (operands.k_descale, operands.v_descale))
-        arguments = (*rows, layout_of(self.problem, operands), rotary, *descales, *self.shape)
+        arguments = (*rows, cache.layout_of(self.problem, operands), rotary, *descales, *self.shape)
         launch(append_rows, self.grid, arguments, self.constexprs, num_warps=4, num_stages=1)
