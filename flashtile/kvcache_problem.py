@@ -16,11 +16,13 @@ from flashtile.problem import (
     HEAD_DIM_MULTIPLE,
     INT32_MAX,
     MAX_HEAD_DIM,
+    AttentionProblem,
     CallShape,
     check_cu_seqlens_values,
     check_index,
     check_per_head,
     checked_window,
+    is_unaligned,
     values_readable,
     visible_pairs,
 )
@@ -29,6 +31,8 @@ FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 256
 # Each is a number in a register of its own
 MAX_PAGES_OF_TILE = 4
+# Rows of a cache that a TMA descriptor counts through
+MAX_ROWS = 2**31 - 2**20
 
 
 class CacheOperands(NamedTuple):
@@ -114,6 +118,8 @@ class CacheProblem(CallShape):
     return_lse: bool = False
     # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
     wide_rows: bool = False
+    # Rows of q or of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
+    unaligned: bool = False
 
     @classmethod
     def from_tensors(cls, operands, options):
@@ -176,6 +182,8 @@ class CacheProblem(CallShape):
             has_descale=any(x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)),
             return_lse=options.return_lse,
             wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= 2**22,
+            unaligned=any(map(is_unaligned, (q, k_cache, v_cache))) or not _in_rows(k_cache, v_cache)
+            or not packed and rows_apart(q) != q.shape[1],
         )  # fmt: skip
 
     @property
@@ -196,6 +204,16 @@ class CacheProblem(CallShape):
             return 1
         pages = tile_n // self.page_size
         return pages if tile_n % self.page_size == 0 and pages <= MAX_PAGES_OF_TILE else 0
+
+    def as_packed(self) -> AttentionProblem:
+        """The packed call that this is, of sequences with as many keys as they can have."""
+        total_q = self.total_q if self.varlen else self.batch * self.seqlen_q
+        return AttentionProblem(
+            batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.capacity, num_heads=self.num_heads,
+            num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.dtype,
+            window=self.window, softmax_scale=self.softmax_scale, softcap=self.softcap, has_alibi=self.has_alibi,
+            has_sinks=self.has_sinks, total_q=total_q, total_k=self.batch * self.capacity,
+        )  # fmt: skip
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -256,6 +274,19 @@ def check_cache_arguments(operands, options):
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands):
         raise UnsupportedError(explain("attention_with_kvcache", "tensors without gradients", "requires_grad=True",
                                        "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+
+
+def rows_apart(x) -> int | None:
+    """By how many rows of (batch, rows, heads, dim) the next of the batch begins later; None where that is no whole number."""
+    if x.shape[1] == 1 or x.shape[0] == 1:
+        return x.shape[1]
+    return x.stride(0) // x.stride(1) if x.stride(1) and x.stride(0) % x.stride(1) == 0 else None
+
+
+def _in_rows(k_cache, v_cache) -> bool:
+    """Whether one number of rows leads from sequence to sequence, or page to page, in both, and an int32 counts all of them."""
+    apart = rows_apart(k_cache)
+    return apart is not None and apart == rows_apart(v_cache) and k_cache.shape[0] * apart <= MAX_ROWS
 
 
 def _is_int(value) -> bool:

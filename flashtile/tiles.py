@@ -217,7 +217,7 @@ class HopperConfig:
 
     @property
     def num_warps(self) -> int:
-        """A producer of 4 warps and consumers of 4."""
+        """Consumers of 4 warps, and the 4 of the producer, of which one works where it need not gather."""
         return 4 + self.tile_m // 16
 
 
@@ -278,6 +278,18 @@ def _heads_a_tile(problem, device, tile_m) -> int:
     tiles, shared = -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
     in_waves = problem.batch * problem.num_heads_kv * tiles > device.num_sms
     return group if in_waves and 2 * shared <= tiles else 1
+
+
+# Slots of the least box of a page, where TMA loads it
+LEAST_PAGE = 16
+
+
+def page_rows(problem, config) -> int:
+    """Slots of a page, or of a part of one, that TMA loads at once for the Hopper forward; 0 where tokens are gathered."""
+    size, tile_n = problem.page_size, config.tile_n
+    if not size or problem.has_leftpad or size < LEAST_PAGE or size % tile_n and tile_n % size:
+        return 0
+    return min(size, tile_n)
 
 
 @dataclass(frozen=True, slots=True)

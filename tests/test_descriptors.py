@@ -65,6 +65,23 @@ def test_tiles_of_packed_sequences(heads):
     assert (tile[expected.numel() :] == -1).all()
 
 
+def test_boxes_of_pages():
+    """A box of a page has its rows up to where the sequence ends; pages may lie further apart than their rows."""
+    from flashtile.hopper.arguments import PACKED_ROWS, packed_descriptor
+
+    pages, page_size, num_heads, rows, columns = 5, 32, 4, 16, 64
+    offsets, both = numbered(pages, 2, page_size, num_heads, DIM)
+    described = packed_descriptor(both[:, 1], rows, columns)
+    page, slot, head, length = 3, 16, 2, 9
+    start = page * 2 * page_size + slot
+    tile = elements(described, [PACKED_ROWS, start + length, head, PACKED_ROWS - length, 64])
+    expected = offsets[page, 1, slot : slot + length, head, 64:] - offsets[0, 1, 0, 0, 0]
+    assert torch.equal(tile[tile >= 0], expected.flatten())
+    assert (tile[expected.numel() :] == -1).all() and len(tile) == rows * columns
+    # A page without a visible key is not read
+    assert (elements(described, [PACKED_ROWS, start, head, PACKED_ROWS, 64]) == -1).all()
+
+
 @pytest.mark.parametrize("window", [(None, 0), (50, 0), (None, 128), (None, None)])
 @pytest.mark.parametrize(
     "lengths", [(256, 256), (300, 300), (300, 428), (428, 300), (200, 256), (129, 1), (2048, 2048), (2304, 2304)]

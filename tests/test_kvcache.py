@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile import kvcache_ops
+from flashtile import dispatch, hardware, kvcache_ops, tiles
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem
 from flashtile.reference import naive
@@ -133,7 +133,6 @@ def test_heads_may_lie_far_apart(append, monkeypatch):
 @pytest.mark.parametrize("number", [1, 2])
 def test_descales_of_any_strides(number):
     """One number for all, expanded, is what servers pass. fp8 is refused in the interpreter, so by the launch itself."""
-    from flashtile import tiles
     from flashtile.portable import decode
 
     # Behind the numbers that count come others
@@ -150,7 +149,6 @@ def test_descales_of_any_strides(number):
 
 def test_packed_queries_past_the_last_row_are_not_written(monkeypatch):
     """cu_seqlens_q is read on the device, in a CUDA graph at each replay: what it says wrong stays inside of out."""
-    from flashtile import tiles
     from flashtile.portable import decode
 
     q, caches = torch.randn(3, 2, 16), torch.randn(2, 2, 32, 2, 16)
@@ -552,3 +550,50 @@ def test_work_of_a_problem():
     problem = CacheProblem.from_tensors(operands, CacheOptions(None, True, False, None, None, None, 0.0, 0, False))
     assert problem.flops((37, 0, 96)) == 2 * (64 + 64) * 4 * (37 + 96)
     assert problem.bytes_moved((37, 0, 96)) == (37 + 96) * 2 * 128 * 4 + 3 * 4 * 128 * 4
+
+
+@pytest.mark.parametrize(("shape", "options", "tier"), [
+    # batch, seqlen_q, capacity, heads, heads of keys, head dim
+    ((1, 1, 8192, 32, 8, 128), {}, "portable"), ((1, 512, 8192, 32, 8, 128), {}, "hopper"),
+    ((64, 16, 2048, 32, 8, 128), {}, "hopper"), ((64, 8, 2048, 32, 8, 128), {}, "portable"),
+    ((1, 128, 8192, 32, 8, 128), {}, "portable"), ((1, 256, 8192, 64, 8, 64), {}, "hopper"),
+    ((1, 512, 8192, 16, 8, 256), {}, "hopper"), ((1, 512, 8192, 32, 8, 128), {"num_splits": 1}, "portable"),
+    ((1, 512, 8192, 32, 8, 128), {"page_size": 7}, "hopper"), ((1, 512, 8192, 32, 8, 96), {"page_size": 7}, "portable"),
+    ((1, 512, 8192, 32, 8, 96), {"page_size": 16}, "hopper"), ((1, 512, 8192, 32, 8, 128), {"unaligned": True}, "portable"),
+    ((1, 512, 8192, 32, 8, 128), {"cache_dtype": torch.float8_e4m3fn}, "portable"),
+])  # fmt: skip
+def test_many_queries_are_hoppers(shape, options, tier):
+    batch, seqlen_q, capacity, heads, heads_kv, dim = shape
+    options = {"cache_dtype": torch.bfloat16} | options
+    problem = CacheProblem(batch, seqlen_q, capacity, heads, heads_kv, dim, dim, torch.bfloat16, window=(None, 0),
+                           softmax_scale=1.0, **options)  # fmt: skip
+    plan = dispatch.plan(problem, hardware.by_name("H200"), "decode")
+    assert plan.tier == tier, plan.refusals
+    assert (tier == "hopper") == ("hopper" not in dict(plan.refusals))
+
+
+@pytest.mark.parametrize(("page_size", "leftpad", "rows"), [
+    (None, False, 0), (1, False, 0), (8, False, 0), (16, False, 16), (48, False, 0), (64, False, 64), (128, False, 128),
+    (192, False, 0), (256, False, 128), (64, True, 0),
+])  # fmt: skip
+def test_pages_that_tma_loads(page_size, leftpad, rows):
+    problem = CacheProblem(1, 512, 8192, 32, 8, 128, 128, torch.bfloat16, torch.bfloat16, page_size, has_leftpad=leftpad)
+    assert tiles.page_rows(problem, tiles.HopperConfig(128, 128, 2, 0)) == rows
+
+
+def test_rows_that_tma_takes():
+    """Pages beside one another or between others; not those at half a row, nor of k and v at different distances."""
+
+    def unaligned(q, k_cache, v_cache):
+        table = torch.zeros(2, 4, dtype=torch.int32)
+        operands = CacheOperands(q, k_cache, v_cache, cache_seqlens=_ints(9, 9), block_table=table)
+        return CacheProblem.from_tensors(operands, CacheOptions(None, True, True, None, None, None, 0.0, 0, False)).unaligned
+
+    q, caches = torch.randn(2, 8, 4, 16).half(), torch.randn(8, 2, 16, 4, 16).half()
+    assert not unaligned(q, caches[:, 0], caches[:, 1])
+    assert unaligned(q, caches[:, 0], caches[:, 1].contiguous())
+    assert unaligned(q[:, 1:], caches[:, 0], caches[:, 1])
+    memory = torch.zeros(8 * 1100).half()
+    at_half_a_row = memory.as_strided((8, 16, 4, 16), (1056, 64, 16, 1))
+    assert unaligned(q, at_half_a_row, at_half_a_row)
+    assert unaligned(q, *(torch.zeros(8, 16, 4, 20).half()[..., :16] for _ in range(2)))

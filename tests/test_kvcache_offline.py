@@ -17,6 +17,9 @@ MAX_SPILL, MAX_SPILL_64_ROWS = 16, 256
 # One program an SM merges few parts itself, behind its loop: 24 with Triton 3.7, of fp8 48, none with 3.6
 MERGES, MAX_SPILL_MERGING = "DecodeConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=3, programs_per_sm=1,", 48
 
+# A producer's, with pages of 16 at 192/128, where a step has loads of three tensors
+MAX_SPILL_PREFILL = 256
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
     pytest.mark.timeout(300),
@@ -82,6 +85,30 @@ def main(arch):
                               "shared_bytes": report.shared_bytes, "smem_bytes": device.smem_bytes}), flush=True)  # fmt: skip
 
 
+def prefills():
+    """Print a JSON line for each kernel of calls with many queries on Hopper: caches in rows, pages of all kinds, gathered."""
+    import torch
+
+    from flashtile import dispatch, hardware
+    from flashtile.bench import offline
+    from flashtile.kvcache_problem import CacheProblem
+
+    device = hardware.by_name("H200")
+    for head_dim, page_size in ((64, 16), (128, None), (128, 64), (128, 16), (128, 1), (192, 64), (256, 64), (256, 1)):
+        problem = CacheProblem(
+            batch=8, seqlen_q=512, capacity=4096, num_heads=32, num_heads_kv=8, head_dim=head_dim,
+            head_dim_v=min(head_dim, 128) if head_dim == 192 else head_dim, page_size=page_size, dtype=torch.bfloat16,
+            cache_dtype=torch.bfloat16, softmax_scale=0.1, window=(None, 0), seqlen_new=512 if page_size == 64 else 0,
+        )  # fmt: skip
+        plan = dispatch.plan(problem, device, "decode")
+        for report in offline.compile_decode(problem, plan, device, sass=True, ptxas=True):
+            print(json.dumps({
+                "name": f"{head_dim} pages of {page_size}", "tier": plan.tier, "kernel": report.kernel,
+                "spill_bytes": report.spill_bytes, "shared_bytes": report.shared_bytes, "smem_bytes": device.smem_bytes,
+                "products": report.tensor_core, "warnings": report.ptxas_warnings, "early_releases": report.early_releases,
+            }), flush=True)  # fmt: skip
+
+
 def compiled_anew():
     """Print how many kernels calls compile after `offline.compile_decode` of their problems."""
     from dataclasses import replace
@@ -123,6 +150,18 @@ def test_what_is_compiled_ahead_is_what_calls_launch(tmp_path):
     assert found["before"] == found["after"] and found["launches"] == 6
 
 
+def test_prefills_on_hopper_compile():
+    """What spills is the producer's, but at head dim 256, which forwards of that spill as well."""
+    rows = run("prefills")
+    assert {row["kernel"] for row in rows} == {"append_rows", "plan_packed", "attention_forward"}
+    for row in rows:
+        assert row["tier"] == "hopper" and row["shared_bytes"] <= row["smem_bytes"], row
+        if row["kernel"] == "attention_forward":
+            # wgmma, none waits for another, and nothing goes back to TMA early: see test_hopper_offline.py
+            assert set(row["products"]) == {"HGMMA"} and not row["warnings"] and row["early_releases"] == [], row
+        assert row["spill_bytes"] <= spills.allowed(f"prefill {row['kernel']} {row['name']}", MAX_SPILL_PREFILL), row
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_compile_without_spills(arch):
     rows = run(str(arch))
@@ -139,4 +178,4 @@ def test_rows_compile_without_spills(arch):
 
 
 if __name__ == "__main__":
-    compiled_anew() if sys.argv[1] == "anew" else main(int(sys.argv[1]))
+    {"anew": compiled_anew, "prefills": prefills}.get(sys.argv[1], lambda: main(int(sys.argv[1])))()

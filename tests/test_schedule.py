@@ -17,7 +17,9 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     from flashtile.device import schedule
+    from flashtile.device.cache import CacheLayout, PackedCache
     from flashtile.device.lengths import Packing
+    from flashtile.device.masks import Window
 
     @triton.jit
     def _list_tiles(out, num_units, num_tiles, num_heads, total_heads, heads_per_group, tail_heads, LAST_FIRST: tl.constexpr):
@@ -86,7 +88,8 @@ def test_packed_tiles(lengths, used):
     packing = Packing(cu_seqlens_q, cu_seqlens_k, *seqused)
     other = torch.full((starts_k[-1] + 1, 1, 5), 7.0)
     rests = schedule.rest_of(out, cu_seqlens_q), schedule.rest_of(other, cu_seqlens_k)
-    schedule.plan_packed[(3,)](table, packing, rests, lse, len(lengths), max_tiles, total_q, heads, TILE_M=tile_m, BLOCK=64)
+    schedule.plan_packed[(3,)](table, packing, rests, lse, len(lengths), max_tiles, total_q, heads, False, TILE_M=tile_m,
+                               BLOCK=64)  # fmt: skip
     assert (out[starts_q[-1] :] == 0).all() and (out[: starts_q[-1]] == 7).all()
     assert (other[-1] == 0).all() and (other[:-1] == 7).all()
     assert (lse[:, starts_q[-1] :] == float("-inf")).all() and (lse[:, : starts_q[-1]] == 7).all()
@@ -104,3 +107,39 @@ def test_packed_tiles(lengths, used):
         for head in {(row[1], row[2]) for row in listed.tolist()}:
             tiles = [row[0] for row in listed.tolist() if (row[1], row[2]) == head]
             assert tiles == sorted(tiles, reverse=last_first)
+
+
+def _ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _cached_sequences(layout, window, batch, seqlen_q, total_q, rows_apart, whole):
+    """(start_q, seqlen_q, start_k, seqlen_k) of each sequence that has a tile of 128 queries."""
+    max_tiles = total_q // 128 + batch
+    table = torch.full((8 * (1 + max_tiles) + batch,), -1, dtype=torch.int32)
+    cache = PackedCache(layout, Window(*window), seqlen_q, rows_apart, whole)
+    schedule.plan_packed[(1,)](table, cache, (), None, batch, max_tiles, total_q, 1, True, TILE_M=128, BLOCK=32)
+    entries = table[8 : 8 * (1 + max_tiles)].view(-1, 8)[: table[0]]
+    return {int(entry[0]): tuple(entry[3:7].tolist()) for entry in entries}
+
+
+def test_sequences_of_a_cache_are_rows():
+    """Rows of a cache, padding on the left, new keys; lengths and rows that point outside are limited."""
+    layout = CacheLayout(_ints(60, 2000, -5, 0), None, _ints(2, 0, 9, 1), _ints(7, 0, 0, 0), None, None, 0, 10, 100, 3, 0)
+    found = _cached_sequences(layout, (None, None), 4, 130, 520, 120, 1)
+    # start_q, seqlen_q, start_k, seqlen_k
+    assert found == {0: (0, 130, 247, 63), 1: (130, 130, 0, 100), 2: (260, 130, 240, 10), 3: (390, 130, 120, 10)}
+
+
+@pytest.mark.parametrize(("whole", "hidden"), [(1, 50), (16, 48), (64, 0)])
+def test_what_a_window_hides_from_all_queries_is_left_out(whole, hidden):
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    layout = CacheLayout(_ints(90, 40), table, None, None, _ints(0, 20, 150), None, 8, 0, 128, 9, 150)
+    found = _cached_sequences(layout, (20, 0), 2, 130, 150, 0, whole)
+    assert found == {0: (0, 20, hidden, 90 - hidden), 1: (20, 130, 0, 40)}
+
+
+def test_packed_queries_that_overlap_stay_in_the_table():
+    layout = CacheLayout(_ints(*[50] * 6), None, None, None, _ints(0, 260, 0, 260, 0, 260, 0), None, 0, 0, 64, 6, 260)
+    found = _cached_sequences(layout, (None, None), 6, 260, 260, 64, 1)
+    assert len(found) <= 260 // 128 + 6

@@ -451,6 +451,18 @@ PRESETS = {
             Shape("64", "77", nheads="12", headdim="64", causal="yes"),
         ),
     ),
+    "chunked-prefill": Preset(
+        "chunks of prompts over a cache, in rows and in pages; with --mode decode",
+        tuple(
+            Shape(batch, seqlen, seqlen_q=queries, nheads=nheads, nheads_kv="8", headdim=headdim, causal="yes", page_size=pages)
+            for batch, seqlen, queries, nheads, headdim, page_sizes in (
+                ("1", "8k", "512,2k,8k", "32", "128", "16,64"), ("8", "4k", "512", "32", "128", "64,256"),
+                ("16", "4k", "128", "32", "128", "64"), ("1", "32k", "512", "32", "128", "1,64"),
+                ("2", "8k", "2k", "64", "64", "16,64"), ("2", "8k", "2k", "16", "256", "16,64"),
+            )
+            for pages in (None, page_sizes)
+        ),
+    ),
     "paper": Preset(
         "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",
         (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),

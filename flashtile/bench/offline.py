@@ -189,21 +189,20 @@ def compile_plan(problem, plan, arch, direction, *, sass=False):
     return reports
 
 
-def compile_decode(problem, plan, device, *, sass=False):
+def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     """Compile the kernels of a call on a key-value cache, without data.
 
     Args:
         problem: CacheProblem with lengths of their own; without packed queries, rotary embedding, fp8, sinks.
         plan: a dispatch.Plan of it for the direction "decode".
         device: the hardware.Device that it is for.
-        sass: as in `launches`.
+        sass, ptxas: as in `launches`.
     Returns:
         list of CompiledReport.
     """
     import torch
 
     from flashtile.kvcache_problem import CacheOperands
-    from flashtile.portable import decode
 
     def empty(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -222,8 +221,8 @@ def compile_decode(problem, plan, device, *, sass=False):
         block_table=empty(batch, pages) if page_size else None,
         alibi_slopes=empty(problem.num_heads, dtype=torch.float32) if problem.has_alibi else None,
     )  # fmt: skip
-    with launches(device.sm, sass=sass) as reports:
-        decode.Call(problem, plan.configs["decode"], operands, device)(operands)
+    with launches(device.sm, sass=sass, ptxas=ptxas) as reports:
+        plan.module.bind_decode(problem, plan.configs, operands, device)(operands)
     return reports
 
 

@@ -169,7 +169,7 @@ def _parts(problem, config, device):
 
 def _kernels(problem, device, direction, compile_kernels, progress):
     """Lines about the plan of one direction."""
-    from flashtile import dispatch, settings
+    from flashtile import dispatch, settings, tiles
     from flashtile.bench import offline
     from flashtile.errors import UnsupportedError
 
@@ -184,6 +184,9 @@ def _kernels(problem, device, direction, compile_kernels, progress):
             yield f"            not {tier}: {reason}"
     if direction == "decode" and plan.tier == "portable":
         yield f"            {_parts(problem, plan.configs['decode'], device)}"
+    if direction == "decode" and plan.tier == "hopper" and problem.page_size:
+        rows = tiles.page_rows(problem, plan.configs["decode"])
+        yield f"            {f'TMA loads {rows} slots of a page at once' if rows else 'tokens are gathered from pages'}"
     if compile_kernels and device.arch != "cpu":
         progress.say(f"compiling the {direction} kernels for {device.arch}")
         try:

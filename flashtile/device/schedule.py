@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device.cache import load_packed_lengths
 from flashtile.device.lengths import Lengths, load_lengths
 from flashtile.device.numerics import NEG_INF
 
@@ -118,14 +119,16 @@ def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads"])
-def plan_packed(table, packing, rests, lse, batch, max_tiles, total_q, num_heads, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+def plan_packed(table, packing, rests, lse, batch, max_tiles, total_q, num_heads, CACHED: tl.constexpr, TILE_M: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
     """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
     table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
-    since all programs read one; then each one's first tile. rests: a tuple of Rest. lse: (num_heads, total_q), or None.
+    since all programs read one; then each one's first tile. packing: Packing, or with CACHED a `cache.PackedCache`. rests: a
+    tuple of Rest. lse: (num_heads, total_q), or None.
     """
     if tl.program_id(0) == 0:
-        _write_table(table, packing, batch, max_tiles, TILE_M, BLOCK)
+        _write_table(table, packing, batch, max_tiles, CACHED, TILE_M, BLOCK)
     else:
         for i in tl.static_range(len(rests)):
             _clear_rest(rests[i], batch, BLOCK)
@@ -134,15 +137,25 @@ def plan_packed(table, packing, rests, lse, batch, max_tiles, total_q, num_heads
 
 
 @triton.jit
-def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+def _lengths(packing, sequence, CACHED: tl.constexpr):
+    if CACHED:
+        return load_packed_lengths(packing, sequence, sequence >= 0)
+    else:
+        return load_lengths(packing, sequence, 0, 0)
+
+
+@triton.jit
+def _write_table(table, packing, batch, max_tiles, CACHED: tl.constexpr, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
     first_tile = table + ENTRY * (1 + max_tiles)
     total = 0
     for begin in range(0, batch, BLOCK):
         sequence = begin + tl.arange(0, BLOCK)
-        lengths = load_lengths(packing, tl.minimum(sequence, batch - 1), 0, 0)
+        lengths = _lengths(packing, tl.minimum(sequence, batch - 1), CACHED)
         num_tiles = tl.where(sequence < batch, tl.cdiv(lengths.seqlen_q, TILE_M), 0)
         tl.store(first_tile + sequence, total + tl.cumsum(num_tiles, 0) - num_tiles, mask=sequence < batch)
         total += tl.sum(num_tiles, 0)
+    # Packed queries that overlap have more tiles than there is room for
+    total = tl.minimum(total, max_tiles)
     tl.store(table, total)
     tl.debug_barrier()
     for begin in range(0, tl.maximum(total, 1), BLOCK):
@@ -157,7 +170,7 @@ def _write_table(table, packing, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: 
             low = tl.where(right, middle, low)
             high = tl.where(right, high, middle - 1)
             remaining = (remaining + 1) // 2
-        lengths = load_lengths(packing, low, 0, 0)
+        lengths = _lengths(packing, low, CACHED)
         entry = table + ENTRY * (1 + tile)
         inside = tile < tl.maximum(total, 1)
         tl.store(entry, low, mask=inside)

@@ -5,7 +5,7 @@ import torch
 from flashtile import tiles
 from flashtile.device import versions
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "decode")
 
 # By padded head dim the most keys, without and with a causal mask, for which the portable kernel's smaller tiles end sooner
 # where each multiprocessor has one tile at most: H200, single runs, us from a cold L2. In brackets the portable kernel's. Head
@@ -13,6 +13,12 @@ DIRECTIONS = ("forward", "backward")
 # 21.1 (22.9), causal 22.0 (19.2), 2 x 1024 causal 29.0 (26.7); 128: 8 x 128 13.8 (12.2), 4 x 256 14.5 (13.7), 4 x 384 20.0
 # (25.4); 256: 8 x 256 of 8 heads 19.6 (22.7).
 _FEW_KEYS = {64: (384, 1024), 128: (256, 256)}
+
+# By padded head dim, how many times as fast as the portable kernel of caches a multiprocessor is: H100, single runs, 8192 keys,
+# us of as many tiles of one wave, in brackets the portable kernel, all of whose programs have work: head dim 64 of 64 heads 64
+# tiles 103 (74), 128 106 (137); 128 of 32 heads 32 tiles 98 (54), 64 99 (100), 96 101 (144), 128 106 (183); 256 of 16 heads 16
+# tiles 159 (101), 32 160 (179), 64 161 (343). Half of a tile's rows: 64 sequences of 2048 keys, 16 queries each 195 (211).
+_TIMES_DECODE = {64: 1.5, 128: 2, 256: 4}
 
 
 def refuses(problem, device, direction) -> str | None:
@@ -25,6 +31,8 @@ def refuses(problem, device, direction) -> str | None:
         return backward_config.refuses(problem, device)
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16, not {problem.dtype}"
+    if direction == "decode":
+        return _refuses_decode(problem, device)
     if problem.varlen and (problem.seqlen_k == 0 or problem.total_k == 0):
         return "takes no packed call without keys"
     if problem.unaligned:
@@ -32,10 +40,28 @@ def refuses(problem, device, direction) -> str | None:
     return None
 
 
+def _refuses_decode(problem, device) -> str | None:
+    if problem.cache_dtype != problem.dtype:
+        return f"takes a cache of the dtype of q, {problem.dtype}, not {problem.cache_dtype}"
+    if problem.num_splits:
+        return "cuts no keys into parts of a fixed number, which num_splits asks for"
+    if problem.capacity == 0:
+        return "takes no cache without slots"
+    if problem.unaligned:
+        return "TMA needs q and the cache as rows of one distance, a multiple of 16 bytes"
+    if problem.page_size and (problem.head_dim % 64 or problem.head_dim_v % 64):
+        config = tiles.hopper_config(problem.as_packed(), device)
+        if not tiles.page_rows(problem, config):
+            return f"gathers tokens of head dims that 64 divides; of others it takes pages by {tiles.LEAST_PAGE} slots and more"
+    return None
+
+
 def yields(problem, device, direction) -> str | None:
     """Why a problem that this tier takes is better left to a later one, or None."""
     if reason := versions.unknown():
         return reason
+    if direction == "decode":
+        return _yields_decode(problem, device)
     if direction == "forward" and not tiles.resident_config(problem, device):
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).
@@ -50,11 +76,26 @@ def yields(problem, device, direction) -> str | None:
     return None
 
 
+def _yields_decode(problem, device) -> str | None:
+    packed = problem.as_packed()
+    config = tiles.hopper_config(packed, device)
+    rows = problem.seqlen_q * config.heads
+    if 2 * rows < config.tile_m:
+        return f"has tiles of {config.tile_m} rows, of which {rows} of a sequence leave most empty"
+    num_tiles = problem.batch * problem.num_heads // config.heads * -(-rows // config.tile_m)
+    block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
+    if -(-num_tiles // device.num_sms) * device.num_sms > _TIMES_DECODE[block_dim] * num_tiles:
+        return f"has {num_tiles} tiles for {device.num_sms} multiprocessors; the portable kernel cuts their keys into parts"
+    return None
+
+
 def configs(problem, device, direction) -> dict:
     if direction == "backward":
         from flashtile.hopper import backward_config
 
         return backward_config.configs(problem, device)
+    if direction == "decode":
+        return {"decode": tiles.hopper_config(problem.as_packed(), device)}
     return {"forward": tiles.resident_config(problem, device) or tiles.hopper_config(problem, device)}
 
 
@@ -65,6 +106,12 @@ def bind_forward(problem, configs):
     if isinstance(config, tiles.ResidentConfig):
         return arguments.bind_resident(resident.attention_forward_resident, problem, config)
     return arguments.bind_forward(forward.attention_forward, problem, config)
+
+
+def bind_decode(problem, configs, operands, device=None):
+    from flashtile.hopper import kvcache
+
+    return kvcache.Call(problem, configs["decode"], operands, device)
 
 
 def bind_backward(problem, configs):

@@ -6,6 +6,7 @@ import torch
 
 from flashtile import counters, hardware
 from flashtile.device import schedule
+from flashtile.device.cache import PackedCache
 from flashtile.device.compat import TensorDescriptor, gl
 from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
@@ -18,8 +19,10 @@ from flashtile.problem import Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
 
 ROWS = 64
-# Registers of a consumer's thread. The producer's warps get what is left of 65536 to a multiprocessor.
-REGISTERS = {2: 240, 3: 160, 4: 112}
+# Registers of a thread of consumers and of the producer, 65536 to a multiprocessor; with pages the producer needs more
+REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
+REGISTERS_PAGED = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
+REGISTERS_GATHERED = {2: (224, 56), 3: (160, 32), 4: (112, 32)}
 # Of a key, in the product that adds ALiBi's bias
 BIAS_BYTES = 32
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -47,24 +50,29 @@ def descriptor(x, rows, block_dim, heads=1):
 PACKED_ROWS = 2**30
 
 
+def row_stride(x):
+    """From one row to the next of (..., rows, heads, dim), of which the first dims are rows as well where each has one."""
+    return next((stride for size, stride in zip(x.shape[-3::-1], x.stride()[-3::-1]) if size > 1), 8)
+
+
 def packed_descriptor(x, rows, block_dim, heads=1):
-    """TMA descriptor of packed rows (total, heads, dim), whose tiles end where a sequence ends.
+    """TMA descriptor of packed rows (..., total, heads, dim), whose tiles end where a sequence ends.
 
     TMA fills with zeros, and leaves out of a store, what is past the size of a dim. Rows of a sequence of length n from
     `start` on are given coordinates that end at PACKED_ROWS: row i is (PACKED_ROWS, start + n, head, PACKED_ROWS - n + i, 0).
     With strides 2**34 - s, s, head stride, s its offset is 2**64 + (start + i) * s, and addresses have 64 bits.
     With more heads a tile the row comes before the head, see `descriptor`.
     """
-    _, num_heads, dim = x.shape
-    row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()))
+    num_heads, dim = x.shape[-2:]
+    apart, head_stride = row_stride(x), 8 if num_heads == 1 else x.stride(-2)
     if heads > 1:
         block = [1, 1, rows // heads, heads, block_dim]
         return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, PACKED_ROWS, num_heads, dim],
-                                [2**34 - row_stride, row_stride, row_stride, head_stride, 1], block,
+                                [2**34 - apart, apart, apart, head_stride, 1], block,
                                 gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
     block = [1, 1, 1, rows, block_dim]
     return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, num_heads, PACKED_ROWS, dim],
-                            [2**34 - row_stride, row_stride, head_stride, row_stride, 1], block,
+                            [2**34 - apart, apart, head_stride, apart, 1], block,
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
 
@@ -174,7 +182,8 @@ def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests, ls
     """`schedule.plan_packed`, whose other programs than the first have something to do where there are rests."""
     arguments = (table, packing, rests, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads)
     grid = (33 if rests else 1,)
-    launch(schedule.plan_packed, grid, arguments, {"TILE_M": tile_rows, "BLOCK": 1024}, num_warps=8)
+    constexprs = {"CACHED": isinstance(packing, PackedCache), "TILE_M": tile_rows, "BLOCK": 1024}
+    launch(schedule.plan_packed, grid, arguments, constexprs, num_warps=8)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -279,8 +288,12 @@ def _capped(problem, config):
     return cap, bounded and cap is not None
 
 
-def forward_arguments(problem, config, operands, out, lse, table, counter):
-    """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None."""
+def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):
+    """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None.
+
+    out and lse of a packed call may be batched: then its sequences have one length. pages: `cache.Pages`, or None;
+    page_rows: of boxes of a page, 0 where its tokens are gathered.
+    """
     num_sms = hardware.detect(out.device).num_sms or 132
     itemsize = problem.dtype.itemsize
     block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
@@ -296,35 +309,42 @@ def forward_arguments(problem, config, operands, out, lse, table, counter):
     live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
     rest = live_d - block_d // 2 if config.rest_apart else 0
     box_d = block_d // 2 if rest else box_columns(live_d, block_d)
+    # A page is a box of its own, and so are 128 bytes of its rows, since those of other pages lie between
+    rows_k = page_rows or ROWS // 4 if pages else config.tile_n
+    box_k, box_v = (ROWS, ROWS) if pages else (box_d, box_columns(live_dv, block_dv))
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
     left, right = problem.window
     queries, shift = ROWS // config.heads, _shift(problem)
     # The queries of a consumer on an aligned diagonal cut one key tile, on another two
     aligned = right is None or shift is not None and (shift + right) % queries in (0, queries - 1)
     cap, bounded = _capped(problem, config)
+    gathered = pages is not None and not page_rows
+    # With half of the queries in registers consumers have none to give
+    by_consumers = REGISTERS if split_q or not pages else REGISTERS_GATHERED if gathered else REGISTERS_PAGED
+    registers, load_registers = by_consumers[config.tile_m // ROWS]
     cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned
     arguments = (
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
-        describe(operands.k, config.tile_n, box_d), describe(operands.k, config.tile_n, rest) if rest else None,
-        describe(operands.v, config.tile_n, box_columns(live_dv, block_dv)),
-        describe(out, ROWS, out_columns, config.heads), lse, counter, table,
-        Window(*problem.window), score_params, cap, operands.sinks, dropout, problem.lse_shape[-1], problem.seqlen_q,
+        describe(operands.k, rows_k, box_k), describe(operands.k, rows_k, min(rest, box_k)) if rest else None,
+        describe(operands.v, rows_k, box_v), describe(out, ROWS, out_columns, config.heads), lse, counter, table, pages,
+        Window(*problem.window), score_params, cap, operands.sinks, dropout, lse.shape[-1],
+        (num_heads * config.heads - 1) * problem.seqlen_q if problem.varlen and lse.dim() == 3 else None, problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
-        "TILE_N": config.tile_n,
+        "TILE_N": config.tile_n, "PAGE_SIZE": page_size,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
-        "NUM_STAGES": config.num_stages, "REGISTERS": REGISTERS[config.tile_m // ROWS], "LAZY": config.lazy,
+        "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers, "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
         "CUT_LAST": cut_last, "HALF_LAST": _half_last(problem, config),
         "BIAS": bias,
-        "BOUNDED": bounded,
+        "BOUNDED": bounded, "GATHERED": gathered,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs),)

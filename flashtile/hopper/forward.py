@@ -1,8 +1,8 @@
 """The Hopper forward kernel: persistent, warp-specialised, TMA and asynchronous wgmma, in Gluon.
 
     partition        warps   does
-    _load (default)  4       takes tiles from a counter, tells them to the others, starts every TMA load
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
+    _load            1       takes tiles from a counter, tells them to the others, starts every TMA load; 4 if it gathers
 
 A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
 one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
@@ -25,6 +25,9 @@ the left half of out at the end of the tile before; the right half leaves throug
 Schedule: tiles in the order of `schedule.tile_of_unit`, each to the program that is free first (an atomic counter in global
 memory, asked while the last loads of a tile are under way; it is 0 again when the kernel ends). A packed call has a table of
 its tiles, which a small kernel writes before (`schedule.plan_packed`).
+
+Keys and values may lie in the pages of a cache, see kvcache.py: then a box of TMA is one page or a part of it, and tokens of
+other pages are copied one by one (GATHERED).
 
 Takes fp16 and bf16, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
@@ -140,6 +143,12 @@ cuDNN and FA3 beside it, each once):
   cuts 488, 655 (a window of 1024 239, 273, where it was 381, 372; without softcap 179, 224); packed causal 4 x 4096 609, 596,
   480 to 399, 440, 399 (297, 415, 377); sinks causal 2 x 8192 892, 1138 to 591, 824 (509, 766); dropout 4 x 2048 549, 469, 320
   to 385, 357, 281 (296, 321, 272); fp16, a window of 4096, 898 to 785 (610).
+- one warp that loads, not four: Triton puts a barrier of the partition's threads before each load of TMA, which for one warp
+  is no instruction. H100, us, medians of three processes in turn, 16k tokens: head dim 64 causal 512 keys 149.2 to 140.9, 1024
+  218.8 to 208.1, full 1024 345 to 339, 8192 2161 to 2184 and, on another day, 2118 to 2098; 128 causal 1024 138.3 to 135.6,
+  2048 227.9 to 223.2, 8192 788 to 768, full 1024 219.1 to 214.9, 8192 1542 to 1523; 256 0.985 to 1.01 times as fast; a window
+  of 1024 of 16k keys 254.2 to 245.8, packed 16 x 1024 158.5 to 153.0, head dim 64 429.5 to 416.1, 227.6 to 219.1. Registers of
+  three consumers 152 instead of 160: 1.7 times as slow.
 - causal, up to 2048 keys: where an aligned diagonal shows the first of two consumers half of its first key tile, it has scores
   and softmax of 64 keys there; the same bits. us, 16384 tokens, two runs of 9 shuffled rounds: head dim 128 512 keys 94.0 and
   95.9 to 90.5 and 92.3 (cuDNN 102, 105), 1024 141.3 and 145.8 to 137.6 and 141.2 (165, 173), 2048 240.6 and 246.3 to 238.3 and
@@ -281,6 +290,7 @@ from flashtile.device import columns, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
 from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
+    async_copy,
     fence_async_shared,
     gl,
     gluon,
@@ -301,6 +311,8 @@ from flashtile.hopper.arguments import bind_forward
 # Query rows of a consumer: what one wgmma of 4 warps holds.
 ROWS = gl.constexpr(64)
 TILE_SLOTS = gl.constexpr(2)
+# Of the producer. Between two loads of TMA stands a barrier of its threads
+LOAD_WARPS, LOAD_WARPS_GATHERED = gl.constexpr(1), gl.constexpr(4)
 # One of the hardware's 16 barriers a consumer, of those that Triton leaves alone: it counts 128 threads that pass the turn and
 # 128 that wait for it.
 _WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
@@ -338,6 +350,23 @@ class Ring(NamedTuple):
     v_free: Any
     tile_ready: Any
     tile_free: Any
+
+
+class LseRows(NamedTuple):
+    """stride: from head to head. apart: of a packed call, what lies between two sequences beside the first's rows, or None."""
+
+    ptr: Any
+    stride: Any
+    apart: Any
+
+
+class Keys(NamedTuple):
+    """Where the keys of a step are: of `boxes.place`; with pages the sequence, the slot of the first, and where slots end."""
+
+    place: Any
+    head: Any
+    row: Any
+    stop: Any
 
 
 class Part(NamedTuple):
@@ -398,10 +427,10 @@ def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.conste
 
 
 @gluon.jit
-def _publish(ring, part, lengths, index, PACKED: gl.constexpr):
+def _publish(ring, part, lengths, index, WARPS: gl.constexpr, PACKED: gl.constexpr):
     """Tell the consumers the program's index-th tile; an end of 0 says that there is none."""
     slot, phase = _slot(index, TILE_SLOTS)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     mbarrier.wait(ring.tile_free.index(slot), phase ^ 1)
     ring.tile_smem.index(slot * TILE_WORDS).store(zero + part.batch)
@@ -485,100 +514,152 @@ def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS: gl.constexpr
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, free, step, place, head, row, LIVE: gl.constexpr, NUM_STAGES: gl.constexpr,
-               PACKED: gl.constexpr):  # fmt: skip
-    slot, phase = _slot(step, NUM_STAGES)
-    mbarrier.wait(free.index(slot), phase ^ 1)
-    _load_rows(desc, smem.index(slot), ready.index(slot), place, head, row, LIVE, PACKED)
+def _load_keys(desc, smem, ready, keys, pages, LIVE: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr,
+               PACKED: gl.constexpr, VALUES: gl.constexpr, COL: gl.constexpr = 0):  # fmt: skip
+    """Start the loads of LIVE columns of k, or v, from COL on."""
+    if GATHERED:
+        if VALUES:
+            boxes.gather(smem, pages, pages.v, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
+        else:
+            boxes.gather(smem, pages, pages.k, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
+    elif pages is None:
+        boxes.load(desc, smem, ready, keys.place, keys.head, keys.row, LIVE, PACKED, COL)
+    else:
+        boxes.load_pages(desc, smem, ready, pages, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
 
 
 @gluon.jit
-def _ask_next(counter):
+def _expect(ready, NUM_BYTES: gl.constexpr, GATHERED: gl.constexpr):
+    if not GATHERED:
+        mbarrier.expect(ready, NUM_BYTES)
+
+
+@gluon.jit
+def _tell(ready, GATHERED: gl.constexpr):
+    """Let copies that this partition has started tell a barrier when they are done, once a thread; TMA does so by itself."""
+    if GATHERED:
+        async_copy.mbarrier_arrive(ready, increment_count=False)
+
+
+@gluon.jit
+def _wait_keys(ready, phase, GATHERED: gl.constexpr, pred=True):
+    """Wait for keys or values."""
+    mbarrier.wait(ready, phase, pred=pred)
+    if GATHERED:
+        fence_async_shared()
+
+
+@gluon.jit
+def _load_values(desc, ring, step, keys, pages, LIVE: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr,
+                 NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+    slot, phase = _slot(step, NUM_STAGES)
+    ready = ring.v_ready.index(slot)
+    mbarrier.wait(ring.v_free.index(slot), phase ^ 1)
+    _expect(ready, boxes.num_bytes(desc, ring.v_smem, LIVE), GATHERED)
+    _load_keys(desc, ring.v_smem.index(slot), ready, keys, pages, LIVE, PAGE_SIZE, GATHERED, PACKED, True)
+    _tell(ready, GATHERED)
+
+
+@gluon.jit
+def _ask_next(counter, WARPS: gl.constexpr):
     """Ask the counter for the number of the next tile. The answer takes a microsecond: `_answer` waits for it."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    lanes = gl.arange(0, 128, layout)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    lanes = gl.arange(0, 32 * WARPS, layout)
     # As a tensor: a scalar atomic is waited for at once. Relaxed: nothing but the number itself is exchanged.
-    one = gl.full([128], 1, gl.int32, layout)
+    one = gl.full([32 * WARPS], 1, gl.int32, layout)
     return gl.atomic_add(counter + lanes * 0, one, mask=lanes == 0, sem="relaxed")
 
 
 @gluon.jit
 def _answer(numbers):
     layout: gl.constexpr = numbers.type.layout
-    return gl.num_programs(0) + gl.max(gl.where(gl.arange(0, 128, layout) == 0, numbers, 0), 0)
+    return gl.num_programs(0) + gl.max(gl.where(gl.arange(0, numbers.shape[0], layout) == 0, numbers, 0), 0)
+
+
+@gluon.jit
+def _keys_of(part, lengths, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, PACKED: gl.constexpr, PAGED: gl.constexpr):
+    """The keys of a tile's first step, which are its last ones."""
+    row = (part.end - 1) * TILE_N
+    head = part.head // GROUP_SIZE
+    if PAGED:
+        return Keys(part.batch, head, lengths.start_k + row, lengths.start_k + lengths.seqlen_k)
+    else:
+        place, row = boxes.place(part.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
+        return Keys(place, head, row, 0)
 
 
 @gluon.jit
 def _load_step(
-    k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, LIVE_D: gl.constexpr,
-    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
+    k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Keys of the i-th step of a tile, and the values of the step before: v_place, v_head, v_row before the first."""
-    k_row = first_row - i * TILE_N
+    """Keys of the i-th step of a tile, whose first ones are `first`, and the values of the step before: `before` at first."""
+    row = first.row - i * TILE_N
+    keys = Keys(first.place, first.head, row, first.stop)
+    slot, phase = _slot(step + i, NUM_STAGES)
+    ready = ring.k_ready.index(slot)
+    COL: gl.constexpr = LIVE_D if k_rest_desc is None else ring.k_smem.shape[-1]
+    mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
     if k_rest_desc is None:
-        _load_keys(k_desc, ring.k_smem, ring.k_ready, ring.k_free, step + i, k_place, kv_head, k_row, LIVE_D, NUM_STAGES,
-                   PACKED)  # fmt: skip
+        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL), GATHERED)
+        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, COL, PAGE_SIZE, GATHERED, PACKED, False)
     else:
-        COL: gl.constexpr = k_desc.block_type.shape[-1]
-        slot, phase = _slot(step + i, NUM_STAGES)
-        ready = ring.k_ready.index(slot)
-        mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
-        mbarrier.expect(ready, k_desc.block_type.nbytes + k_rest_desc.block_type.nbytes)
-        boxes.load(k_desc, ring.k_smem.index(slot), ready, k_place, kv_head, k_row, COL, PACKED)
-        boxes.load(k_rest_desc, ring.k_rest_smem.index(slot), ready, k_place, kv_head, k_row, LIVE_D - COL, PACKED, COL)
+        REST: gl.constexpr = LIVE_D - COL
+        REST_BYTES: gl.constexpr = boxes.num_bytes(k_rest_desc, ring.k_rest_smem, REST)
+        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL) + REST_BYTES, GATHERED)
+        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, COL, PAGE_SIZE, GATHERED, PACKED, False)
+        _load_keys(k_rest_desc, ring.k_rest_smem.index(slot), ready, keys, pages, REST, PAGE_SIZE, GATHERED, PACKED, False,
+                   COL)  # fmt: skip
+    _tell(ready, GATHERED)
     if step + i > 0:
-        place = gl.where(i > 0, k_place, v_place)
-        head = gl.where(i > 0, kv_head, v_head)
-        row = gl.where(i > 0, k_row + TILE_N, v_row)
-        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step + i - 1, place, head, row, LIVE_DV, NUM_STAGES,
-                   PACKED)  # fmt: skip
+        place = gl.where(i > 0, first.place, before.place)
+        head = gl.where(i > 0, first.head, before.head)
+        stop = gl.where(i > 0, first.stop, before.stop)
+        keys = Keys(place, head, gl.where(i > 0, row + TILE_N, before.row), stop)
+        _load_values(v_desc, ring, step + i - 1, keys, pages, LIVE_DV, PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)
 
 
 @gluon.jit
 def _load(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
+    WARPS: gl.constexpr = LOAD_WARPS_GATHERED if GATHERED else LOAD_WARPS
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
     index = 0
     step = 0
-    v_place = 0
-    v_head = 0
-    v_row = 0
+    before = Keys(0, 0, 0, 0)
     part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
-    _publish(ring, part, lengths, index, PACKED)
+    _publish(ring, part, lengths, index, WARPS, PACKED)
     while part.end > 0:
-        kv_head = part.head // GROUP_SIZE
         for consumer in gl.static_range(NUM_CONSUMERS):
             _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS, LIVE_D, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
-        k_place, first_row = boxes.place(part.batch, lengths.start_k, lengths.seqlen_k, (part.end - 1) * TILE_N, PACKED)
+        first = _keys_of(part, lengths, GROUP_SIZE, TILE_N, PACKED, pages is not None)
         steps = part.end - part.begin
         for i in range(steps - 2):
-            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, kv_head, k_place, first_row, v_place, v_head, v_row, LIVE_D,
-                       LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE,
+                       GATHERED, NUM_STAGES, PACKED)  # fmt: skip
         # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
-        numbers = _ask_next(counter)
+        numbers = _ask_next(counter, WARPS)
         if steps > 1:
-            _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, kv_head, k_place, first_row, v_place, v_head, v_row,
-                       LIVE_D, LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, first, before, pages, LIVE_D, LIVE_DV, TILE_N,
+                       PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)  # fmt: skip
         next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
-        _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, kv_head, k_place, first_row, v_place, v_head, v_row,
-                   LIVE_D, LIVE_DV, TILE_N, NUM_STAGES, PACKED)  # fmt: skip
-        v_place = k_place
-        v_head = kv_head
-        v_row = first_row - (steps - 1) * TILE_N
+        _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, first, before, pages, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE,
+                   GATHERED, NUM_STAGES, PACKED)  # fmt: skip
+        before = Keys(first.place, first.head, first.row - (steps - 1) * TILE_N, first.stop)
         step += steps
         index += 1
         part = next_part
         lengths = next_lengths
-        _publish(ring, part, lengths, index, PACKED)
+        _publish(ring, part, lengths, index, WARPS, PACKED)
     # A packed call may have fewer tiles than programs.
     if step > 0:
-        _load_keys(v_desc, ring.v_smem, ring.v_ready, ring.v_free, step - 1, v_place, v_head, v_row, LIVE_DV, NUM_STAGES,
-                   PACKED)  # fmt: skip
+        _load_values(v_desc, ring, step - 1, before, pages, LIVE_DV, PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)
     # The last program to come here leaves the counter as it was found.
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -688,11 +769,11 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
 
 
 @gluon.jit
-def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr,
-                  NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
+def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, GATHERED: gl.constexpr, NUM_STAGES: gl.constexpr,
+                  CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
     """Wait for the values of a step, start acc + p v, and pass the turn."""
     slot, phase = _slot(step, NUM_STAGES)
-    mbarrier.wait(ring.v_ready.index(slot), phase)
+    _wait_keys(ring.v_ready.index(slot), phase, GATHERED)
     acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([TILE_N, ring.v_smem.shape[-1]]), acc)
     _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
     return acc
@@ -854,19 +935,19 @@ def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl
 @gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, cap, stream, dropout,
-    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-    CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
-    KEYS: gl.constexpr, CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
+    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, GATHERED: gl.constexpr,
+    NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
+    BOUNDED: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
 
     CUT: a window's left edge cuts its tile, of which the last KEYS may be seen, and with HALF_SEEN the right half is.
     """
     slot, phase = _slot(step, NUM_STAGES)
-    mbarrier.wait(ring.k_ready.index(slot), phase)
+    _wait_keys(ring.k_ready.index(slot), phase, GATHERED)
     _wait_turn(CONSUMER)
     raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, CUT)
-    product = _start_values(ring, p, acc, step - 1, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
+    product = _start_values(ring, p, acc, step - 1, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
@@ -919,7 +1000,7 @@ def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_heads, slot, left, HEADS: gl.constexpr,
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, num_heads, slot, left, HEADS: gl.constexpr,
            PACKED: gl.constexpr):  # fmt: skip
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
 
@@ -951,19 +1032,21 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, lse_stride, num_hea
     layout: gl.constexpr = row_lse.type.layout
     rows, heads = _rows_and_heads(part, HEADS, layout)
     if PACKED:
-        head_lse = lse + heads.to(gl.int64) * lse_stride + lengths.start_q
+        head_lse = lse.ptr + heads.to(gl.int64) * lse.stride + lengths.start_q
+        if lse.apart is not None:
+            head_lse += part.batch * lse.apart.to(gl.int64)
     else:
-        head_lse = lse + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse_stride
+        head_lse = lse.ptr + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse.stride
     gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
 
 
 @gluon.jit
 def _compute(
-    out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
-    HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr,
-    OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr,
-    BOUNDED: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
+    out_desc, lse, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
+    HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, GATHERED: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
+    MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr,
+    BIAS: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile.
 
@@ -999,7 +1082,7 @@ def _compute(
     q_left = None
     if SPLIT_Q:
         q_left = _load_left(ring, left, left_phase, TILE_N, some)
-    mbarrier.wait(ring.k_ready.index(slot), phase, pred=some)
+    _wait_keys(ring.k_ready.index(slot), phase, GATHERED, some)
     _wait_turn(CONSUMER, some)
     raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
@@ -1023,16 +1106,16 @@ def _compute(
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY, MASK_OTHERS,
-                BOUNDED, TILE_N,
+                cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY,
+                MASK_OTHERS, BOUNDED, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
         if CUT_LAST:
             if cut > 0:
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
-                    score_params, cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS,
-                    LAZY, False, BOUNDED, LAST_KEYS, True, LAST_HALF_SEEN,
+                    score_params, cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, GATHERED, NUM_STAGES, CONSUMER,
+                    NUM_CONSUMERS, LAZY, False, BOUNDED, LAST_KEYS, True, LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -1054,10 +1137,10 @@ def _compute(
         mbarrier.wait(ring.q_ready.index(next_q_slot), q_phase, pred=more)
         if SPLIT_Q:
             q_left = _load_left(ring, left, left_phase, TILE_N, more)
-        mbarrier.wait(ring.k_ready.index(slot), phase, pred=more)
+        _wait_keys(ring.k_ready.index(slot), phase, GATHERED, more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
         raw = _start_scores(ring, next_q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
-        product = _start_values(ring, p, acc, last_step, TILE_N, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
+        product = _start_values(ring, p, acc, last_step, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
@@ -1082,7 +1165,7 @@ def _compute(
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * dropout.keep_scale
-        _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, lse_stride, num_heads,
+        _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, num_heads,
                CONSUMER if OWN_OUT else q_slot, left if SPLIT_Q and not OWN_OUT else None, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
@@ -1100,8 +1183,12 @@ def _compute(
 
 @gluon.jit
 def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-              LIVE_D: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
-              OWN_OUT: gl.constexpr, BIAS: gl.constexpr):  # fmt: skip
+              LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr, BIAS: gl.constexpr, GATHERED: gl.constexpr):  # fmt: skip
+    # What fills a slot of keys: TMA, told by one thread, or the producer's threads
+    FILLS: gl.constexpr = 32 * LOAD_WARPS_GATHERED if GATHERED else 1
+    # Boxes of a page, or of a part of one
+    PIECES: gl.constexpr = TILE_N // k_desc.block_type.shape[-2]
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
     LEFT: gl.constexpr = BLOCK_D // 2 if SPLIT_Q else BLOCK_D
     if q_rest_desc is None:
@@ -1115,42 +1202,45 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_
     else:
         out_smem = q_smem
     if BIAS:
-        bias_smem = _bias_columns(k_desc.block_type.shape[-2])
+        bias_smem = _bias_columns(TILE_N)
     else:
         bias_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if k_rest_desc is None:
-        k_smem = boxes.allocate(k_desc, NUM_STAGES, BLOCK_D)
+        k_smem = boxes.allocate(k_desc, NUM_STAGES, BLOCK_D, PIECES)
         k_rest_smem = k_smem
     else:
-        k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT)
-        k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT)
-    v_smem = boxes.allocate(v_desc, NUM_STAGES, BLOCK_DV)
+        k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT, PIECES)
+        k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT, PIECES)
+    v_smem = boxes.allocate(v_desc, NUM_STAGES, BLOCK_DV, PIECES)
     return Ring(
         q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
         allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1),
-        allocate_barriers(NUM_STAGES, 1), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
-        allocate_barriers(NUM_STAGES, 1), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
+        allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
+        allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
         allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS),
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=[
-    "lse_stride", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
+    "lse_stride", "lse_apart", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, window, score_params, cap, sinks, dropout,
-    lse_stride, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, pages, window, score_params, cap, sinks,
+    dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
-    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
+    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
+    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
+    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr,
+    CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is. cap: of `scores.cap_of`, or None.
     BOUNDED: whether it is in base 2, and weights are relative to 0.
 
-    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys.
+    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys. pages: `cache.Pages` of
+    PAGE_SIZE tokens that have k and v, or None. GATHERED: whether tokens are copied one by one. lse_stride, lse_apart: see
+    LseRows.
     """
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -1158,51 +1248,56 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D, BLOCK_DV, LIVE_D, NUM_CONSUMERS,
-                     SPLIT_Q, NUM_STAGES, OWN_OUT, BIAS)  # fmt: skip
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D, BLOCK_DV, LIVE_D, TILE_N,
+                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT, BIAS, GATHERED)  # fmt: skip
+    rows = LseRows(lse, lse_stride, lse_apart)
+    WARPS: gl.constexpr = LOAD_WARPS_GATHERED if GATHERED else LOAD_WARPS
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
+                     NUM_STAGES)),
+        ], [4, WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
+                     NUM_STAGES)),
+        ], [4, 4, WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, lengths, window, GROUP_SIZE,
-                     HEADS, LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
-            (_compute, (out_desc, lse, lse_stride, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT,
-                        HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
-        ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
+                     NUM_STAGES)),
+        ], [4, 4, 4, WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def launch(problem, config, operands):

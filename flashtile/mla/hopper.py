@@ -1,8 +1,8 @@
 """The Hopper kernel of latent attention decode, dense and sparse: warp-specialised, TMA and asynchronous wgmma, in Gluon.
 
-    partition           warps   does
-    _produce (default)  4       queries of a sequence and key tiles of the program's part, to shared memory
-    _compute x 2        4 each  scores and softmax of every second key tile; of all tiles, one half of the 512 output columns
+    partition     warps   does
+    _compute x 2  4 each  scores and softmax of every second key tile; of all tiles, one half of the 512 output columns
+    _produce      1       queries of a sequence and key tiles of the program's part, to shared memory; 4 where it gathers tokens
 
 64 rows by 512 columns of output are 128 KiB: two partitions hold half each, and both need the probabilities of all keys. So
 tile i is scored by partition i % 2, which hands its probabilities to the other through shared memory, in the place of the
@@ -91,6 +91,9 @@ are not recorded (us; bf16):
   With indices in order, in the same order: 356, 351, 358, 352, 360 to 368, 388, 368. To order them costs 8, which are in these
   numbers: counted in 16 stretches, four scans of 64-bit counters for each token, 20, in 8 stretches 12; a scan for each 8
   tokens instead, 8. This kernel loaded meanwhile: equal.
+- one warp that loads whole pages, not four (see hopper/forward.py); H100, us in graphs, medians of two processes in turn: batch
+  128, 128 heads, 4096, 8192, 32768 keys 271.7 to 269.1, 523 to 522, 2067 to 1994, with 2 query tokens 522 to 517, 1021 to 1003,
+  3884 to 3932; to 64 heads and other batches equal. What gathers stays the first partition: as the last it spills 8 bytes.
 Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
@@ -143,9 +146,10 @@ MAX_GATHERED_BYTES = 2**31 * UNIT.value
 WORDS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 # A number that all threads have
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# Of a consumer's thread; gathering takes registers of its own
+# Of a consumer's thread; gathering takes registers of its own, and one warp that loads few
 REGISTERS = 240
 REGISTERS_GATHERING = 192
+LOAD_REGISTERS = gl.constexpr(24)
 
 
 class Ring(NamedTuple):
@@ -245,7 +249,7 @@ def _prefetch_tile(keys, page, row, valid, ROPE: gl.constexpr):
         """{
         .reg .pred wanted;
         .reg .b32 thread;
-        mov.u32 thread, %tid.x;
+        mov.u32 thread, %laneid;
         setp.eq.u32 wanted, thread, 0;
         setp.gt.and.s32 wanted, $2, 0, wanted;
         @wanted cp.async.bulk.prefetch.L2.global [$1], $2;
@@ -929,14 +933,24 @@ def decode(
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
-    gl.warp_specialize([
-        (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
-                    SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
-        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-        (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
-                    num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
-    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    if latent_desc is None:
+        gl.warp_specialize([
+            (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
+                        SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
+            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
+            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
+            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
+            (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
+                        SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
+        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def refuses(problem, device) -> str | None:

@@ -64,10 +64,10 @@ def bind_dslopes(problem, configs):
     return backward.bind_dslopes(problem, configs)
 
 
-def bind_decode(problem, configs, operands):
+def bind_decode(problem, configs, operands, device=None):
     from flashtile.portable import decode
 
-    return decode.Call(problem, configs["decode"], operands)
+    return decode.Call(problem, configs["decode"], operands, device)
 
 
 def compile_jobs(problem, configs, operands, direction) -> list:

@@ -46,6 +46,78 @@ def test_larger_case(case, poisoned):
     check_cache(case, torch.bfloat16, "cuda", seed=3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(replace(c.scaled(11), name=f"{c.name}_11") for c in CASES)], ids=lambda c: c.name)
+def test_hopper_case(case, dtype, poisoned, monkeypatch):
+    """By the kernel of many queries, what has few of them too."""
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    try:
+        check_cache(case, dtype, "cuda", seed=3)
+    except flashtile.UnsupportedError as error:
+        pytest.skip(str(error).splitlines()[1])
+
+
+PREFILL = CacheCase("prefill", (1100, 0, 1733, 640, 3, 2048), seqlen_q=300, new=300, capacity=2560, causal=True, heads=8)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 7, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 96, (192, 128)], ids=str)
+def test_prefill(head_dim, page_size, poisoned, monkeypatch):
+    """Chunks of prompts, a window of them, packed ones, on pages of all kinds; on Hopper by its forward kernel."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        monkeypatch.setenv("FLASHTILE_TIER", "hopper,portable")
+    head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    case = replace(PREFILL, page_size=page_size, head_dim=head_dim, head_dim_v=head_dim_v)
+    packed = dict(new=None, lengths_q=(150, 0, 300, 1, 77, 256), lengths_new=(150, 3, 300, 1, 77, 256), tail=5)
+    for more in (case, replace(case, window=(200, 0)), replace(case, **packed)):
+        check_cache(more, torch.bfloat16, "cuda", seed=5)
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_prefill_reads_nothing_left_of_the_window(page_size, monkeypatch):
+    """A server frees those pages."""
+    q = torch.randn(2, 130, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k_cache, v_cache = torch.randn(2, 2, 1024, 8, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    options = dict(cache_seqlens=torch.tensor([1000, 900], dtype=torch.int32, device="cuda"), window=(100, 0))
+    if page_size:
+        k_cache, v_cache = (x.view(-1, page_size, 8, 128) for x in (k_cache, v_cache))
+        pages = 2048 // page_size
+        options["block_table"] = torch.arange(pages, dtype=torch.int32, device="cuda").view(2, -1)
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    expected = flashtile.attention_with_kvcache(q, k_cache, v_cache, **options)
+    for x in (k_cache, v_cache):
+        x.view(2, 1024, 8, 128)[:, :640] = float("nan")
+    if page_size:
+        options["block_table"][:, : 640 // page_size] = NO_PAGE
+    if torch.cuda.get_device_capability() == (9, 0):
+        monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    torch.testing.assert_close(flashtile.attention_with_kvcache(q, k_cache, v_cache, **options), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+def test_bits_of_prefills_repeat(page_size):
+    """100 runs of two calls in turn, and of a graph."""
+    # A page of all slots is a row
+    (q, *caches), options = serving_call(6, page_size=page_size or 3000, seqlen_q=200)
+    if not page_size:
+        del options["block_table"]
+    queries = q, q.flip(2)
+
+    def call(x):
+        return flashtile.attention_with_kvcache(x, *caches, causal=True, return_lse=True, **options)
+
+    firsts = [call(x) for x in queries]
+    for _ in range(100):
+        for x, first in zip(queries, firsts):
+            assert all(map(torch.equal, call(x), first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q)
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, captured, firsts[0]))
+
+
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64, 96, 128])
 def test_large_cache(page_size, poisoned):
     """Tiles and pages of caches too large for those of a small one."""
@@ -120,10 +192,11 @@ def test_bits_repeat(batch, num_splits):
 
 
 @pytest.mark.parametrize(("lengths", "capacity"), [((450,), 500), ((3, 480, 40, 300), 500), ((640, 2900, 1, 1500) * 4, 3000)])
-def test_the_last_to_end_merges(lengths, capacity, poisoned):
+def test_the_last_to_end_merges(lengths, capacity, poisoned, monkeypatch):
     """Parts merged in the kernel, by whoever is last, against float64: new data in each call, results and scratch poisoned."""
     from flashtile.portable.decode import Call
 
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
     batch, draw = len(lengths), torch.Generator("cuda").manual_seed(0)
     chunks, init = [], Call.__init__
 

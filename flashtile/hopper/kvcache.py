@@ -1,0 +1,96 @@
+"""Calls on a key-value cache with many queries, prefill and chunked prefill, by the forward kernel of this tier.
+
+Such a call is a packed one: sequences, batched or not, have rows of q and out one after the other, and `schedule.plan_packed`
+reads from the device where their keys are and how many. In a cache without pages they are rows of one tensor; with pages a tile
+of keys has a box of each page, whose number the producer looks up (`boxes.load_pages`). TMA ends a box where the sequence ends,
+so that nothing of an unused slot is read; keys that a window hides from all queries of a sequence are no part of it, with pages
+those of whole pages.
+
+How fast: `flashtile compare --preset chunked-prefill --mode decode`. On an H100 in single runs, us, and in brackets the
+portable kernel of caches, which had such calls before; causal, 32 heads, 8 of keys, head dim 128, batch x queries over keys: 1
+x 2048 over 8192 350 (608), 1 x 512 over 32k 398 (1226), 8 x 512 over 4096 391 (668), 16 x 128 over 4096 213 (354); 2 x 2048
+over 8192 with 64 heads of dim 64 966 (1561), 16 of 256 639 (2116). FlashAttention-3 in that order, but for the second: 339,
+385, 232, 937, 656. The first with pages of 256, 64, 32, 16 and 1 tokens: 353, 341, 349, 465, 411; a packed call of as many
+keys 353, a dense one, whose diagonal is known to be aligned, 335. Pages of 16 gathered 440 to 456, at head dim 64 1430 (TMA
+1130), 256 1280 (642), there with the registers of other head dims, for want of which ptxas serialises. With four warps that
+load, and so a barrier before each box: pages of 64 360, 32 367, 16 589. Gathered by 16, 64 and 128 rows at once 470, 444, 440.
+Page numbers looked up a box ahead: 457, and slower at head dims 64 and 256 (1232, 746).
+
+New keys go to the cache before (`device.append`). Calls of few queries, decoding, are the portable tier's: see `hopper.yields`.
+"""
+
+import torch
+
+from flashtile import counters, hardware, tiles
+from flashtile.device.append import Append
+from flashtile.device.cache import PackedCache, Pages, layout_of
+from flashtile.device.launch import Launches
+from flashtile.device.masks import Window
+from flashtile.device.tensors import Rows, rows_of
+from flashtile.hopper import arguments
+from flashtile.hopper.forward import attention_forward
+from flashtile.kvcache_problem import CacheOperands, rows_apart
+from flashtile.outputs import fresh
+from flashtile.problem import Operands
+
+
+def _in_units(x) -> Rows:
+    """`rows_of` with strides in units of 16 bytes."""
+    ptr, *strides = rows_of(x)
+    return Rows(ptr, *(stride * x.element_size() // 16 for stride in strides))
+
+
+class Call:
+    """Append, list the tiles, attend: three launches at most. For calls of one kind, see `portable.decode.Call`.
+
+    device: the hardware.Device that it is for, if that is not where the operands are.
+    """
+
+    def __init__(self, problem, config, operands, device=None):
+        self.problem, self.config, self.packed = problem, config, problem.as_packed()
+        device = device or hardware.detect(operands.q.device)
+        out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
+        self.is_empty = 0 in out_shape
+        self.append = Append(problem, operands, device) if problem.appends else None
+        self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim else None
+        # Rows of no sequence
+        self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
+        self.new_lse = fresh(problem.lse_shape, torch.float32)
+        self.new_table = fresh((arguments.table_entries(self.packed, config),), torch.int32)
+        self.rows_apart, self.page_rows = rows_apart(operands.k_cache), tiles.page_rows(problem, config)
+        self.launches = Launches(self.start)
+
+    def __call__(self, operands):
+        """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them; operands: in any tuple."""
+        q = operands[0]
+        out, lse = self.new_out(q), self.new_lse(q)
+        if self.problem.varlen and self.problem.return_lse:
+            lse.fill_(float("-inf"))
+        q_rotated = self.new_q(q) if self.new_q is not None else None
+        self.launches.run(*operands, out, lse, q_rotated, self.new_table(q), counters.zeros(q, 2))
+        return out, (lse if self.problem.return_lse else None)
+
+    def start(self, launch, *tensors):
+        *operands, out, lse, q, table, counter = tensors
+        operands = CacheOperands(*operands)
+        if q is None:
+            q = operands.q
+        if self.append is not None:
+            self.append.start(launch, operands, q)
+        if self.is_empty:
+            return
+        problem, layout = self.problem, layout_of(self.problem, operands)
+        pages = None
+        if problem.page_size:
+            pages = Pages(operands.block_table, operands.block_table.stride(0), operands.k_cache.shape[0], self.rows_apart,
+                          _in_units(operands.k_cache), _in_units(operands.v_cache))  # fmt: skip
+        cache = PackedCache(layout, Window(*problem.window), problem.seqlen_q, self.rows_apart,
+                            problem.page_size if self.page_rows else 1)  # fmt: skip
+        max_tiles = arguments.max_query_tiles(self.packed, self.config)
+        arguments.launch_plan(launch, self.packed, table, cache, max_tiles, self.config.queries, ())
+        attended = Operands(q, operands.k_cache, operands.v_cache, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
+        values, constexprs, grid = arguments.forward_arguments(
+            self.packed, self.config, attended, out, lse, table, counter, pages, problem.page_size or 0,
+            self.page_rows,
+        )
+        launch(attention_forward, grid, values, constexprs, num_warps=4)
