@@ -217,7 +217,7 @@ class HopperConfig:
 
     @property
     def num_warps(self) -> int:
-        """Consumers of 4 warps, and the 4 of the producer, of which one works where it need not gather."""
+        """Consumers of 4 warps, and the 4 of the producer, of which mostly one works."""
         return 4 + self.tile_m // 16
 
 

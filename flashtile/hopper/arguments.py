@@ -288,6 +288,14 @@ def _capped(problem, config):
     return cap, bounded and cap is not None
 
 
+def _load_first(problem, config):
+    """Whether four warps load, before all consumers, and not one warp behind them: where issue slots are what is short.
+
+    See forward.py. With two consumers they are not.
+    """
+    return config.tile_m == 3 * ROWS or config.tile_m == 4 * ROWS and bool(problem.dropout_p)
+
+
 def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None.
 
@@ -322,6 +330,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     # With half of the queries in registers consumers have none to give
     by_consumers = REGISTERS if split_q or not pages else REGISTERS_GATHERED if gathered else REGISTERS_PAGED
     registers, load_registers = by_consumers[config.tile_m // ROWS]
+    load_first = _load_first(problem, config) and not pages
     cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned
     arguments = (
@@ -338,7 +347,8 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "TILE_N": config.tile_n, "PAGE_SIZE": page_size,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
-        "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers, "LAZY": config.lazy,
+        "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers,
+        "LOAD_WARPS": 4 if gathered or load_first else 1, "LOAD_FIRST": load_first, "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,

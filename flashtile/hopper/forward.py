@@ -2,7 +2,7 @@
 
     partition        warps   does
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
-    _load            1       takes tiles from a counter, tells them to the others, starts every TMA load; 4 if it gathers
+    _load            1 or 4  takes tiles from a counter, tells them to the others, starts every load
 
 A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
 one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
@@ -145,10 +145,12 @@ cuDNN and FA3 beside it, each once):
   to 385, 357, 281 (296, 321, 272); fp16, a window of 4096, 898 to 785 (610).
 - one warp that loads, not four: Triton puts a barrier of the partition's threads before each load of TMA, which for one warp
   is no instruction. H100, us, medians of three processes in turn, 16k tokens: head dim 64 causal 512 keys 149.2 to 140.9, 1024
-  218.8 to 208.1, full 1024 345 to 339, 8192 2161 to 2184 and, on another day, 2118 to 2098; 128 causal 1024 138.3 to 135.6,
-  2048 227.9 to 223.2, 8192 788 to 768, full 1024 219.1 to 214.9, 8192 1542 to 1523; 256 0.985 to 1.01 times as fast; a window
-  of 1024 of 16k keys 254.2 to 245.8, packed 16 x 1024 158.5 to 153.0, head dim 64 429.5 to 416.1, 227.6 to 219.1. Registers of
-  three consumers 152 instead of 160: 1.7 times as slow.
+  218.8 to 208.1, full 1024 345 to 339; 128 causal 1024 138.3 to 135.6, 2048 227.9 to 223.2, 8192 788 to 768, full 1024 219.1
+  to 214.9, 8192 1542 to 1523; 256 0.985 to 1.01 times as fast; a window of 1024 of 16k keys 254.2 to 245.8, packed 16 x 1024
+  158.5 to 153.0, head dim 64 429.5 to 416.1, 227.6 to 219.1; ALiBi, head dim 64, 1024 keys 214 to 197. Not with 3 consumers,
+  whose causal 8192 keys went from 1126 to 1152 and 1005 to 1027 (four warps behind the consumers 1140, so it is the order: the
+  first warps are served first, by all signs), nor with 4 and dropout (608 to 647): there four warps load before all others
+  (`arguments._load_first`). Registers of three consumers 152 instead of 160: 1.7 times as slow.
 - causal, up to 2048 keys: where an aligned diagonal shows the first of two consumers half of its first key tile, it has scores
   and softmax of 64 keys there; the same bits. us, 16384 tokens, two runs of 9 shuffled rounds: head dim 128 512 keys 94.0 and
   95.9 to 90.5 and 92.3 (cuDNN 102, 105), 1024 141.3 and 145.8 to 137.6 and 141.2 (165, 173), 2048 240.6 and 246.3 to 238.3 and
@@ -311,8 +313,6 @@ from flashtile.hopper.arguments import bind_forward
 # Query rows of a consumer: what one wgmma of 4 warps holds.
 ROWS = gl.constexpr(64)
 TILE_SLOTS = gl.constexpr(2)
-# Of the producer. Between two loads of TMA stands a barrier of its threads
-LOAD_WARPS, LOAD_WARPS_GATHERED = gl.constexpr(1), gl.constexpr(4)
 # One of the hardware's 16 barriers a consumer, of those that Triton leaves alone: it counts 128 threads that pass the turn and
 # 128 that wait for it.
 _WAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + consumer}, 256; mov.u32 $0, $1;" for consumer in range(4)))
@@ -624,10 +624,9 @@ def _load(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    NUM_STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
-    WARPS: gl.constexpr = LOAD_WARPS_GATHERED if GATHERED else LOAD_WARPS
     TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
     PACKED: gl.constexpr = table is not None
     index = 0
@@ -1186,7 +1185,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_
               LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
               NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr, BIAS: gl.constexpr, GATHERED: gl.constexpr):  # fmt: skip
     # What fills a slot of keys: TMA, told by one thread, or the producer's threads
-    FILLS: gl.constexpr = 32 * LOAD_WARPS_GATHERED if GATHERED else 1
+    FILLS: gl.constexpr = 128 if GATHERED else 1
     # Boxes of a page, or of a part of one
     PIECES: gl.constexpr = TILE_N // k_desc.block_type.shape[-2]
     Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
@@ -1230,9 +1229,10 @@ def attention_forward(
     dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
     GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
     LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LAZY: gl.constexpr,
-    MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr,
-    CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
+    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    LOAD_FIRST: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
+    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
+    GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is. cap: of `scores.cap_of`, or None.
@@ -1240,7 +1240,8 @@ def attention_forward(
 
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys. pages: `cache.Pages` of
     PAGE_SIZE tokens that have k and v, or None. GATHERED: whether tokens are copied one by one. lse_stride, lse_apart: see
-    LseRows.
+    LseRows. REGISTERS, LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are
+    the first warps, and get the registers that are left.
     """
     PACKED: gl.constexpr = table is not None
     if PACKED:
@@ -1251,7 +1252,6 @@ def attention_forward(
     ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D, BLOCK_DV, LIVE_D, TILE_N,
                      NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT, BIAS, GATHERED)  # fmt: skip
     rows = LseRows(lse, lse_stride, lse_apart)
-    WARPS: gl.constexpr = LOAD_WARPS_GATHERED if GATHERED else LOAD_WARPS
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
@@ -1262,9 +1262,24 @@ def attention_forward(
                         LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
                         OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
-                     NUM_STAGES)),
-        ], [4, WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
+                     LOAD_WARPS)),
+        ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif NUM_CONSUMERS == 3 and LOAD_FIRST:
+        gl.warp_specialize([
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
+                     LOAD_WARPS)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
@@ -1277,9 +1292,27 @@ def attention_forward(
                         LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
                         OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
-                     NUM_STAGES)),
-        ], [4, 4, WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
+                     LOAD_WARPS)),
+        ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif LOAD_FIRST:
+        gl.warp_specialize([
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
+                     LOAD_WARPS)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
+                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
+                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
+        ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
@@ -1295,9 +1328,9 @@ def attention_forward(
                         LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
                         OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q,
-                     NUM_STAGES)),
-        ], [4, 4, 4, WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
+                     LOAD_WARPS)),
+        ], [4, 4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def launch(problem, config, operands):

@@ -4,6 +4,7 @@
     compute-sanitizer --tool racecheck python tests/gpu/sanitize.py hopper
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py ladder
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
+    FLASHTILE_TIER=hopper,portable compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
 
 Names of cases after the tier: those alone. Run it once without the checker first, so that kernels are compiled. Where the tier
 refuses, portable steps in.
