@@ -44,6 +44,8 @@ DOCS = {
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),
+    "nvidia-h100/chunked-prefill": ("geomeans", "backends-decode"),
+    "nvidia-h100/chunked-prefill-portable": ("backends-decode",),
 }
 
 
