@@ -67,9 +67,15 @@ def test_decode_on_a_cache(capsys):
     shape = ("--mode", "decode", "--target", "H200", "-s", "8k", "--nheads", "32", "--nheads-kv", "8", "-d", "128")
     code, text = explain(capsys, *shape, "-b", "1")
     assert code == 0 and "b1 sq1 sk8192 h32/8 d128 bf16" in text and "0.13 GFLOP tensors 32 MiB" in text
-    assert "portable: decode 16x64 warps 4 stages 3 128 programs share the keys of all sequences evenly" in text
+    assert "portable: decode 16x64 warps 4 stages 3 not hopper: has tiles of 128 rows, of which 1 of a sequence" in text
+    assert "128 programs share the keys of all sequences evenly" in text
     code, text = explain(capsys, *shape, "-b", "8", "--page-size", "64", "--seqlen-q", "300")
-    assert code == 0 and "pages of 64" in text and "programs, each with all keys of 64 rows" in text
+    assert code == 0 and "pages of 64" in text and "hopper: decode 128x128" in text
+    assert "TMA loads 64 slots of a page at once" in text
+    code, text = explain(capsys, *shape, "-b", "8", "--page-size", "7", "--seqlen-q", "300")
+    assert code == 0 and "tokens are gathered from pages" in text
+    code, text = explain(capsys, *shape[:-1], "40", "-b", "8", "--page-size", "7", "--seqlen-q", "300")
+    assert code == 0 and "not hopper: gathers tokens of head dims" in text and "each with all keys of 64 rows" in text
     assert main(["explain", "--mode", "bwd"]) == 2 and "expected fwd_bwd or decode" in capsys.readouterr().err
     assert main(["explain", *shape, "--varlen"]) == 2
     assert main(["warm", *shape[:2], "-d", "576-512", "--nheads-kv", "1", "--target", "H200"]) == 2
