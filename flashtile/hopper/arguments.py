@@ -318,7 +318,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     rest = live_d - block_d // 2 if config.rest_apart else 0
     box_d = block_d // 2 if rest else box_columns(live_d, block_d)
     # A page is a box of its own, and so are 128 bytes of its rows, since those of other pages lie between
-    rows_k = page_rows or ROWS // 4 if pages else config.tile_n
+    rows_k = page_rows or config.tile_n
     box_k, box_v = (ROWS, ROWS) if pages else (box_d, box_columns(live_dv, block_dv))
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
     left, right = problem.window
