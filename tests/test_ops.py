@@ -198,9 +198,8 @@ def test_batched_gradients():
             torch.testing.assert_close(got[i], want)
 
 
-def test_compile_packed_with_a_longest_from_data(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compile_packed_with_a_longest_from_data():
     def call(q, cu_seqlens):
         longest = int(cu_seqlens.diff().max())
         return flashtile.attention_varlen(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest,
