@@ -228,7 +228,7 @@ def _shift(problem):
 def _half_first(problem, config):
     """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
 
-    With many keys that was no gain but under a window, nor with a softcap or ALiBi: see forward.py.
+    With many keys that was no gain but under a window, nor with a softcap or ALiBi: see docs/kernels/hopper-forward.md.
     """
     shift = _shift(problem)
     return (
@@ -291,7 +291,7 @@ def _capped(problem, config):
 def _load_first(problem, config):
     """Whether four warps load, before all consumers, and not one warp behind them: where issue slots are what is short.
 
-    See forward.py. With two consumers they are not.
+    See docs/kernels/hopper-forward.md. With two consumers they are not.
     """
     return config.tile_m == 3 * ROWS or config.tile_m == 4 * ROWS and bool(problem.dropout_p)
 

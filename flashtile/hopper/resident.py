@@ -13,46 +13,8 @@ other is for all heads of the same rows, so that lines of memory that heads shar
 Takes what `tiles.resident_config` says: fp16 and bf16, up to 272 keys, head dims to 128, every window, packed calls, whose
 parts of sequences a small kernel lists before (`schedule.plan_packed`). Shorter sequences of these compute all pieces too.
 
-What it brought (us from a cold L2, bf16, each the median of 5 shuffled rounds, which were not recorded; before, now, in
-brackets cuDNN and FA3; the last column is bytes over the rate of a copy, 4.3 TB/s on the H200, 3.0 on the H100):
-
-    batch, queries, keys, heads, head dim            H200                             H100
-    8, 4096, 77, 8, 40, Stable Diffusion             52.6   25.4  (42.3, 54.8)  10    52.5   29.7  (42.4, 55.4)  14
-    8, 4096, 77, 10, 64, SDXL                        61.1   30.4  (50.8, 62.8)  20    61.5   39.6  (51.1, 62.8)  28
-    8, 4096, 120, 16, 72                              118   73.6  (99.4, 145)   36     128   78.3  (109, 170)    52
-    128, 197, 197, 12, 64, vision transformers       89.1   67.0  (89.3, 160)   36    88.4   77.2  (88.1, 159)   52
-    64, 257, 257, 16, 64                              126   72.1  (120, 111)    31     126   78.4  (119, 112)    45
-    64, 257, 257, 16, 80                              126   84.9  (160, 112)    39     126   94.3  (157, 118)    56
-    64, 256, 256, 16, 72                             76.6   71.4  (82.5, 128)   35    88.2   80.2  (92.6, 145)   50
-    256, 50, 50, 12, 64                               101   27.1  (58.0, 104)   18    99.6   34.9  (57.5, 103)   26
-    4096, 49, 49, 4, 32, windows of Swin              489   66.2  (269, 490)    48     475   81.8  (265, 477)    68
-    64, 64, 64, 8, 32                                22.9    8.5  (16.0, 24.1)   2    23.2    9.9  (16.3, 24.3)   3
-    64, 128, 128, 12, 64                             37.9   21.8  (23.1, 33.3)  12    38.2   26.6  (28.1, 35.9)  17
-    64, 77, 77, 12, 64, causal, text of CLIP         40.2   18.1  (22.9, 27.2)   7    40.5   19.2  (22.9, 28.0)  10
-    1, 128, 128, 12, 64; the portable kernel 7.8     12.8    6.9  (9.0, 10.9)
-    1, 64, 64, 1, 64; the portable kernel 7.3                                         12.0    6.5  (9.2, 10.6)
-    packed, 256 of 64, 16, 80; the portable 102, 106  131   55.4  (-, 155)    19     138   71.0  (-, 157)      28
-    packed, 64 of 1 to 128, 12, 64; the portable 28.2                                 43.0   22.2  (-, 40.5)      9
-    packed, 64 of 197, 12, 64                                                         56.3   52.0  (-, 100)      26
-    packed, 511 of 16 and one of 250, 12, 64; the portable 85.1                        205    108  (-, 224)
-
-Tried (the same, H200; x/y is x tiles of a program, y programs to a multiprocessor):
-- where a multiprocessor holds one program, 256 keys of head dim 128, 45.5 to 64.8. Two, where `forward.py`'s tiles are full:
-  256 keys of 12 heads of dim 64 30.5 and 30.4 (H100 32.0 to 34.1), 128 keys of dim 128 43.9 and 44.7. Two under a causal mask,
-  which hides half of what they compute: 64 sequences of 16 heads, 256 keys of dim 64 56.6 to 68.1, 240 55.9 to 67.1, 208 of dim
-  80 63.9 to 75.6, 100 of dim 128 40.2 to 42.4, though 257 of dim 64 110 to 78.2, 160 of dim 96 64.3 to 54.4.
-- 256 keys as two pieces, so that the exponentials of the second run under the first's p v: head dim 64, 257 keys, 72.1 to
-  75.6; 80, which then spills 224 bytes, 84.9 to 122; 72, 256 keys, 71.4 to 73.3. 197 keys as 256 67.0 to 83.1, 77 as 128 30.7
-  to 36.8.
-- keys in boxes of as many rows as their last piece has, and one barrier for all: 257 keys 75.1 and 91.4 instead of 72.1 and
-  84.9. Triton has the threads of a program meet before each load.
-- tiles of a program: Stable Diffusion 8/5 25.4, 8/6 25.3, 16/4 30.4, 7/5 26.9, 6/6 28.5, 4/6 30.0, 2/4 34.4; SDXL 8/5 30.5,
-  8/6 30.4, 4/5 30.0, 5/5 33.4, 16/4 37.4, 1/4 37.3; 197 keys 4/3 67.0, 2/3 71.8, 4/2 78.9; 128 keys 1/4 21.8, 2/4 23.7.
-
-Limit, by arithmetic: 257 keys of dim 64 take 16,000 clocks a head on the H200, of which memory takes 6,700, exponentials 5,400,
-products 5,400; with two programs to a multiprocessor the chain of a tile shows, scores, maxima, exponentials, p v, each after
-the one before. 77 keys are at 0.65 to 0.7 of the rate of a copy for SDXL, at 0.4 for head dim 40, probably since its rows
-of 80 bytes are moved in sectors of 32.
+Limit: the chain of a tile, scores, maxima, exponentials, p v, each after the one before; with 77 keys memory. What it brought,
+and what was tried, with figures: docs/kernels/hopper-resident.md.
 """
 
 from flashtile.device import columns, masks, schedule, softmax

@@ -25,76 +25,7 @@ some 22 binades; bf16 stays the rotary part. So that fp16 holds them, a tile's n
 its rotary part (by the producer) and what its weights are to the sum (`softmax.update_lazily_scaled`); the queries of a row are
 divided by a power of two as well (`_convert_queries`). Many indices into a large cache are put in order first, see order.py.
 
-How fast: benchmarks/results/nvidia-h200/mla-hopper.json. What a tile costs, by counting, in clocks of an SM at 4096 FLOP: its
-products 2176, its traffic in shared memory 2340 (the scores alone read 128 bytes a clock, all there is), so 0.93 of the
-product rate is the most that this form can reach. L2 does not hold it: at 600 TFLOP/s and 128 heads it gives 5.5 TB/s, of
-which half go to the other row block of the sequence at about the same time, and a kernel of loads alone gets 9.4, or 18 and
-more where programs read the same tiles at a time (single run, not recorded). Found on the way, on an H200 in single runs that
-are not recorded (us; bf16):
-- the product with the given tile behind all scores of the own tile, as FlashAttention-3 overlaps them: batch 128, 8192 keys,
-  128 heads 583; between the two halves of the scores, so that the other half of its slot is free 576 clocks earlier, 508.
-- the slot told as a constant: the compiler keeps the addresses of all products, and spills 520 bytes.
-- tiles asked for at L2 one ahead: 128 heads 520 before, 508 then; 64 heads 303, 340 (so not there).
-- sparse and packed, batch 128, 128 heads, 2 query tokens, top-k 2048: 1228 by the portable kernel; gathered through registers
-  537; with numbers unpacked by shifts and bf16 products instead of conversions 572; then with tokens asked for at L2 two tiles
-  ahead 567. That helped where tokens share pages: pages of 16, 4096 keys 437, 372; packed dense 8192 keys by 16 heads 597, 495.
-- gathered by asynchronous copies, so that no load waits for a later one: packed 623 before, 518 then (FlashMLA 369 beside it),
-  not packed 485 and 495; both recorded, at 5d2fdac and 85f96a1.
-- What held those was the fence between what threads write and products: MEMBAR.ALL.CTA, which waits for all that a warp has
-  asked for, later loads and prefetches too, and stood twice a tile in the producer. Same call, all in one run, in brackets with
-  indices into 4096 tokens only, which stay in L2; FlashMLA 367 (344).
-  Packed: 517 (463); the fence with who multiplies 515 (465); the copies tell the barrier 496 (448); pieces of 64 bytes, so that
-  a thread has 2 tokens, and one wait for loads a tile 420 (404), without L2 ahead 465 (387). Packed dense, 8192 keys by 16
-  heads: 459; by the copies 504; by the pieces 376.
-  Not packed: 539 (298); the fence 521 (308); the copies, one a half, 365 (306), with 512 bytes of one token by an instruction
-  of a warp 376 (331), without L2 ahead 291 (279).
-- dense, batch 128, 4096 and 8192 keys, 128 heads (FlashMLA 255, 518): 277, 553; the rotary part of q in registers 279, 559;
-  slots given back in quarters 284, 564.
-- packed, two producers of 4 warps, each for half of the values, beside that: from L2 405 to 362 (FlashMLA 346), from memory 420
-  to 449, with an L2 prefetch each 128 bytes 426 (370).
-- dense, 128 heads, by the clock in the loop: a tile took 2850 clocks, of which tensor cores were busy for 2176, on a chain from
-  tile to tile: probabilities 1070, their way to the other partition 80, its acc rescaled 540, its products up to the scores
-  1170. With row_max changed rarely and sums apart, 4096 keys 267 to 259, 2 query tokens and 8192 keys 1017 to 980. Without the
-  chain (row_max sent ahead, the given product behind all scores) 293 and 1090 where that was 272 and 1006: then the 700 to 1000
-  clocks until TMA has filled half a slot are in the way; with a barrier each 64 columns 281 and 1018, since four loads take the
-  producer 490 clocks to ask for.
-  The own product before its probabilities are handed over 264 and 1002 where that was 256 and 986.
-- dense, the own product left to the next round, behind the scores of the tile between, so that those have the tensor cores to
-  themselves; scores then begin with the other partition's half, which is free first. 128 heads, 1 query token, 4096 and 8192
-  keys, then 2: 260, 524, 512, 991 to 278, 533, 512, 998 (without the wait for those scores 301, 602, 563, 1132); slots are
-  held longer, 16 heads 291 to 362. By then power is what is short: 2 query tokens and 8192 keys over and over draw 696 W at
-  1515 MHz, cuBLAS's product of 8192 x 8192 693 W at 1500.
-- packed, as the sparse call above, in brackets from 32768 tokens only, which stay in L2; where the producer's warps wait is by
-  ncu, 6240 clocks a tile of which tensor cores were busy for 2176 and the producer for all: 430 (395). L2 asked for each 128
-  bytes, not 64, and after a tile, not before, since loads from shared memory queue behind: 403 (359). What leads to tokens by
-  copies, which wait for no load of a piece, and offsets of 32 bits, which end the spills: 386 (362). Tokens side by side not
-  divided by a page size: 384 (353). Packed dense, 8192 keys by 16 heads: 362 to 354.
-  What these loads wait for in memory is, by all signs, the translation of addresses. On an H100 396 (362), 2.75 GB of tokens:
-  the 32768 tokens spread over 256 MB 362, over 1 GB 372, over all 382, though L2 holds them. Any tokens with indices that
-  ascend 364, in runs of 4 side by side 366, a tile's 64 out of 1, 4 and 16 stretches of 2 MB 366, 367 and 386: DRAM alone costs
-  4. By ncu it gives 437 MB where 344 are wanted, so row blocks of a token share. They run on one pair of multiprocessors as it
-  is (%smid); placed there by hand 393.
-  Without: one spilled register reloaded a tile cost about 800 clocks. L2 asked for by bulk instructions 483 where that was
-  428: a warp asks token after token. L2 asked for three tiles ahead, not two: equal. Copies of packed bytes to the place of the
-  unpacked, 16 registers on their way instead of 64: 481 where that was 427.
-  Pieces of 256 bytes of 2 tokens at a time, so that a token's address is translated for 2 loads, not 8, 399 to 406 where it
-  was 391 (362), and 399 to 401 with ascending indices (365); tokens asked for at L2 by warps of 8 lines side by side 405
-  (381). Indices put in order of 32 stretches of the cache by a kernel before this one (three passes of a radix sort of two
-  bits, a program a row): 391.6 to 384.0 where sorted ones take 367.9.
-- packed in fp16, H200, as the sparse call above, in brackets from 32768 tokens only, then packed dense, 8192 keys by 16 heads:
-  384 (352) 354 before. An e for each token, by which consumers multiply columns of scores: they spill, and their fence waits
-  for local memory too, 494 (433) 389. An e for each tile: 402 (340) 338. What is known of e = 0 without a look at scales 396
-  (336) 295, each warp looking at all scales instead of a reduction across warps 391 (338) 304. Stored two pieces at a time 359
-  (338) 340, with each warp looking 374 (344) 299; four at a time 383 (364) 320, with each warp looking 363 (347) 312; loads of
-  two pieces before the store of two spill, 687 (664). L2 asked for in the middle of a tile 372 (354) 321. Hence two pieces at
-  a time, and each warp looks where tokens are no indices.
-  With indices in order, in the same order: 356, 351, 358, 352, 360 to 368, 388, 368. To order them costs 8, which are in these
-  numbers: counted in 16 stretches, four scans of 64-bit counters for each token, 20, in 8 stretches 12; a scan for each 8
-  tokens instead, 8. This kernel loaded meanwhile: equal.
-- one warp that loads whole pages, not four (see hopper/forward.py); H100, us in graphs, medians of two processes in turn: batch
-  128, 128 heads, 4096, 8192, 32768 keys 271.7 to 269.1, 523 to 522, 2067 to 1994, with 2 query tokens 522 to 517, 1021 to 1003,
-  3884 to 3932; to 64 heads and other batches equal. What gathers stays the first partition: as the last it spills 8 bytes.
-Not measured yet: the length of a part's next sequence asked for one round ahead (as the round's length, see `_segment`).
+What limits it, and everything that was tried with its figures: docs/kernels/mla.md.
 
 Source: the form of the schedule is FlashMLA's ("seesaw"), by its description.
 """

@@ -6,7 +6,7 @@ cache at about the same time. A program counts a row's tokens by stretches, eigh
 counters of 16 bits, and puts each behind those of its stretch that came before it: one pass, and results have the same bits
 each time.
 
-What it gains and costs is in the notes of `mla.hopper`.
+What it gains and costs is in docs/kernels/mla.md.
 """
 
 import triton
