@@ -51,6 +51,7 @@ short calls the border between tiles. Counters, and everything that was tried wi
 Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, algorithm 2.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashtile.device import columns, masks, schedule, scores, softmax
@@ -91,6 +92,51 @@ _HOLD = gl.constexpr(
 BIAS_COLUMNS = gl.constexpr(16)
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
 TILE_WORDS = gl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the code of a call depends on: the constants of `attention_forward`, for its partitions."""
+
+    # Query heads to a key head, and those that share a tile
+    GROUP_SIZE: int
+    HEADS: int
+    # Columns of shared memory, and those that have something
+    BLOCK_D: int
+    BLOCK_DV: int
+    LIVE_D: int
+    LIVE_DV: int
+    TILE_N: int
+    # Tokens of a cache's page; whether they are copied one by one
+    PAGE_SIZE: int
+    GATHERED: bool
+    NUM_CONSUMERS: int
+    LOAD_WARPS: int
+    # Whether the left half of the queries goes to registers
+    SPLIT_Q: bool
+    NUM_STAGES: int
+    LAZY: bool
+    # Whether the first key tile of a consumer may have hidden keys, and any other
+    MASK_FIRST: bool
+    MASK_OTHERS: bool
+    # Whether out has buffers beside those of the queries
+    OWN_OUT: bool
+    # Whether the first of two consumers sees half of its first key tile
+    HALF_FIRST: bool
+    # Whether a window's left edge cuts one tile of a consumer, its last, or none; which of two consumers sees the right half of
+    # that alone, or -1
+    CUT_LAST: bool
+    HALF_LAST: int
+    # Whether a product adds what ALiBi's bias of a key is
+    BIAS: bool
+    # Whether the softcap's logits are in base 2, and weights relative to 0
+    BOUNDED: bool
+    PACKED: bool
+
+
+@gluon.constexpr_function
+def _variant(*constants):
+    return Variant(*constants)
 
 
 class Ring(NamedTuple):
@@ -260,37 +306,38 @@ def _left_slot(ring, left):
 
 
 @gluon.jit
-def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS: gl.constexpr, LIVE_D: gl.constexpr,
-            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
+def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant: gl.constexpr, CONSUMER: gl.constexpr):
     """Queries of a consumer; with SPLIT_Q a slot has half of their columns."""
-    slot, phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
-    COL: gl.constexpr = ring.q_smem.shape[-1] if SPLIT_Q else 0
-    REST: gl.constexpr = LIVE_D - COL
-    place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, part.row_begin + CONSUMER * (ROWS // HEADS), PACKED)
-    head, row = _head_and_row(part.head, row, HEADS)
+    slot, phase, left, left_phase = _q_slots(index, CONSUMER, variant.NUM_CONSUMERS)
+    PACKED: gl.constexpr = variant.PACKED
+    COL: gl.constexpr = ring.q_smem.shape[-1] if variant.SPLIT_Q else 0
+    REST: gl.constexpr = variant.LIVE_D - COL
+    row = part.row_begin + CONSUMER * (ROWS // variant.HEADS)
+    place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
+    head, row = _head_and_row(part.head, row, variant.HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
     if q_rest_desc is None:
         _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, REST, PACKED, COL)
     else:
         _load_rows(q_rest_desc, ring.q_rest_smem.index(slot), ring.q_ready.index(slot), place, head, row, REST, PACKED, COL)
-    if SPLIT_Q:
+    if variant.SPLIT_Q:
         mbarrier.wait(ring.q_free.index(left), left_phase ^ 1)
         _load_rows(q_desc, ring.q_smem.index(_left_slot(ring, left)), ring.q_ready.index(left), place, head, row, COL, PACKED)
 
 
 @gluon.jit
-def _load_keys(desc, smem, ready, keys, pages, LIVE: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr,
-               PACKED: gl.constexpr, VALUES: gl.constexpr, COL: gl.constexpr = 0):  # fmt: skip
+def _load_keys(desc, smem, ready, keys, pages, variant: gl.constexpr, LIVE: gl.constexpr, VALUES: gl.constexpr,
+               COL: gl.constexpr = 0):  # fmt: skip
     """Start the loads of LIVE columns of k, or v, from COL on."""
-    if GATHERED:
+    if variant.GATHERED:
         if VALUES:
-            boxes.gather(smem, pages, pages.v, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
+            boxes.gather(smem, pages, pages.v, keys.place, keys.row, keys.stop, keys.head, LIVE, variant.PAGE_SIZE, COL)
         else:
-            boxes.gather(smem, pages, pages.k, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
+            boxes.gather(smem, pages, pages.k, keys.place, keys.row, keys.stop, keys.head, LIVE, variant.PAGE_SIZE, COL)
     elif pages is None:
-        boxes.load(desc, smem, ready, keys.place, keys.head, keys.row, LIVE, PACKED, COL)
+        boxes.load(desc, smem, ready, keys.place, keys.head, keys.row, LIVE, variant.PACKED, COL)
     else:
-        boxes.load_pages(desc, smem, ready, pages, keys.place, keys.row, keys.stop, keys.head, LIVE, PAGE_SIZE, COL)
+        boxes.load_pages(desc, smem, ready, pages, keys.place, keys.row, keys.stop, keys.head, LIVE, variant.PAGE_SIZE, COL)
 
 
 @gluon.jit
@@ -315,14 +362,13 @@ def _wait_keys(ready, phase, GATHERED: gl.constexpr, pred=True):
 
 
 @gluon.jit
-def _load_values(desc, ring, step, keys, pages, LIVE: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr,
-                 NUM_STAGES: gl.constexpr, PACKED: gl.constexpr):  # fmt: skip
-    slot, phase = _slot(step, NUM_STAGES)
+def _load_values(desc, ring, step, keys, pages, variant: gl.constexpr):
+    slot, phase = _slot(step, variant.NUM_STAGES)
     ready = ring.v_ready.index(slot)
     mbarrier.wait(ring.v_free.index(slot), phase ^ 1)
-    _expect(ready, boxes.num_bytes(desc, ring.v_smem, LIVE), GATHERED)
-    _load_keys(desc, ring.v_smem.index(slot), ready, keys, pages, LIVE, PAGE_SIZE, GATHERED, PACKED, True)
-    _tell(ready, GATHERED)
+    _expect(ready, boxes.num_bytes(desc, ring.v_smem, variant.LIVE_DV), variant.GATHERED)
+    _load_keys(desc, ring.v_smem.index(slot), ready, keys, pages, variant, variant.LIVE_DV, True)
+    _tell(ready, variant.GATHERED)
 
 
 @gluon.jit
@@ -342,88 +388,79 @@ def _answer(numbers):
 
 
 @gluon.jit
-def _keys_of(part, lengths, GROUP_SIZE: gl.constexpr, TILE_N: gl.constexpr, PACKED: gl.constexpr, PAGED: gl.constexpr):
+def _keys_of(part, lengths, pages, variant: gl.constexpr):
     """The keys of a tile's first step, which are its last ones."""
-    row = (part.end - 1) * TILE_N
-    head = part.head // GROUP_SIZE
-    if PAGED:
+    row = (part.end - 1) * variant.TILE_N
+    head = part.head // variant.GROUP_SIZE
+    if pages is not None:
         return Keys(part.batch, head, lengths.start_k + row, lengths.start_k + lengths.seqlen_k)
     else:
-        place, row = boxes.place(part.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
+        place, row = boxes.place(part.batch, lengths.start_k, lengths.seqlen_k, row, variant.PACKED)
         return Keys(place, head, row, 0)
 
 
 @gluon.jit
-def _load_step(
-    k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
-    TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr, NUM_STAGES: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
+def _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, variant: gl.constexpr):
     """Keys of the i-th step of a tile, whose first ones are `first`, and the values of the step before: `before` at first."""
-    row = first.row - i * TILE_N
+    row = first.row - i * variant.TILE_N
     keys = Keys(first.place, first.head, row, first.stop)
-    slot, phase = _slot(step + i, NUM_STAGES)
+    slot, phase = _slot(step + i, variant.NUM_STAGES)
     ready = ring.k_ready.index(slot)
-    COL: gl.constexpr = LIVE_D if k_rest_desc is None else ring.k_smem.shape[-1]
+    COL: gl.constexpr = variant.LIVE_D if k_rest_desc is None else ring.k_smem.shape[-1]
     mbarrier.wait(ring.k_free.index(slot), phase ^ 1)
     if k_rest_desc is None:
-        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL), GATHERED)
-        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, COL, PAGE_SIZE, GATHERED, PACKED, False)
+        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL), variant.GATHERED)
+        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, variant, COL, False)
     else:
-        REST: gl.constexpr = LIVE_D - COL
+        REST: gl.constexpr = variant.LIVE_D - COL
         REST_BYTES: gl.constexpr = boxes.num_bytes(k_rest_desc, ring.k_rest_smem, REST)
-        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL) + REST_BYTES, GATHERED)
-        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, COL, PAGE_SIZE, GATHERED, PACKED, False)
-        _load_keys(k_rest_desc, ring.k_rest_smem.index(slot), ready, keys, pages, REST, PAGE_SIZE, GATHERED, PACKED, False,
-                   COL)  # fmt: skip
-    _tell(ready, GATHERED)
+        _expect(ready, boxes.num_bytes(k_desc, ring.k_smem, COL) + REST_BYTES, variant.GATHERED)
+        _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, variant, COL, False)
+        _load_keys(k_rest_desc, ring.k_rest_smem.index(slot), ready, keys, pages, variant, REST, False, COL)
+    _tell(ready, variant.GATHERED)
     if step + i > 0:
         place = gl.where(i > 0, first.place, before.place)
         head = gl.where(i > 0, first.head, before.head)
         stop = gl.where(i > 0, first.stop, before.stop)
-        keys = Keys(place, head, gl.where(i > 0, row + TILE_N, before.row), stop)
-        _load_values(v_desc, ring, step + i - 1, keys, pages, LIVE_DV, PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)
+        keys = Keys(place, head, gl.where(i > 0, row + variant.TILE_N, before.row), stop)
+        _load_values(v_desc, ring, step + i - 1, keys, pages, variant)
 
 
 @gluon.jit
-def _load(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, GATHERED: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+          variant: gl.constexpr):  # fmt: skip
     """The producer: all tiles of this program, and all loads."""
-    TILE_M: gl.constexpr = ROWS // HEADS * NUM_CONSUMERS
-    PACKED: gl.constexpr = table is not None
+    TILE_N: gl.constexpr = variant.TILE_N
+    WARPS: gl.constexpr = variant.LOAD_WARPS
+    NUM_CONSUMERS: gl.constexpr = variant.NUM_CONSUMERS
+    TILE_M: gl.constexpr = ROWS // variant.HEADS * NUM_CONSUMERS
     index = 0
     step = 0
     before = Keys(0, 0, 0, 0)
     part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
-    _publish(ring, part, lengths, index, WARPS, PACKED)
+    _publish(ring, part, lengths, index, WARPS, variant.PACKED)
     while part.end > 0:
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, HEADS, LIVE_D, consumer, NUM_CONSUMERS, SPLIT_Q, PACKED)
-        first = _keys_of(part, lengths, GROUP_SIZE, TILE_N, PACKED, pages is not None)
+            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant, consumer)
+        first = _keys_of(part, lengths, pages, variant)
         steps = part.end - part.begin
         for i in range(steps - 2):
-            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE,
-                       GATHERED, NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, variant)
         # As late as can be, so that tiles go to whom is free first, and before the last loads, which wait for their slots.
         numbers = _ask_next(counter, WARPS)
         if steps > 1:
-            _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, first, before, pages, LIVE_D, LIVE_DV, TILE_N,
-                       PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)  # fmt: skip
+            _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, first, before, pages, variant)
         next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
-        _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, first, before, pages, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE,
-                   GATHERED, NUM_STAGES, PACKED)  # fmt: skip
+        _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, first, before, pages, variant)
         before = Keys(first.place, first.head, first.row - (steps - 1) * TILE_N, first.stop)
         step += steps
         index += 1
         part = next_part
         lengths = next_lengths
-        _publish(ring, part, lengths, index, WARPS, PACKED)
+        _publish(ring, part, lengths, index, WARPS, variant.PACKED)
     # A packed call may have fewer tiles than programs.
     if step > 0:
-        _load_values(v_desc, ring, step - 1, before, pages, LIVE_DV, PAGE_SIZE, GATHERED, NUM_STAGES, PACKED)
+        _load_values(v_desc, ring, step - 1, before, pages, variant)
     # The last program to come here leaves the counter as it was found.
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
@@ -499,13 +536,14 @@ def _row_bias(part, n_tile, lengths, slope, TILE_N: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_STAGES: gl.constexpr,
-                  KEYS: gl.constexpr, LAST: gl.constexpr = False):  # fmt: skip
+def _start_scores(ring, q_slot, q_left, bias, step, variant: gl.constexpr, KEYS: gl.constexpr, LAST: gl.constexpr = False):
     """Start q kᵀ of a step's first KEYS keys, or LAST, of LIVE_D columns, and what adds the bias; the keys must be there.
 
     q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
     layout: gl.constexpr = columns.layout_of(KEYS)
+    TILE_N: gl.constexpr = variant.TILE_N
+    LIVE_D: gl.constexpr = variant.LIVE_D
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
     COLS: gl.constexpr = ring.q_smem.shape[-1]
     REST: gl.constexpr = LIVE_D - COLS
@@ -514,7 +552,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         q = ring.q_rest_smem.index(q_slot).reshape([ROWS, REST])
     else:
         q = ring.q_smem.index(q_slot).reshape([ROWS, COLS])
-    k = _some_keys(ring.k_smem.index(step % NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS, LAST)
+    k = _some_keys(ring.k_smem.index(step % variant.NUM_STAGES).reshape([TILE_N, BLOCK_D]), KEYS, LAST)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, layout)
     if bias is not None:
         # Last: sums are cut to 24 bits at each 16 columns
@@ -528,18 +566,17 @@ def _start_scores(ring, q_slot, q_left, bias, step, LIVE_D: gl.constexpr, TILE_N
         return warpgroup_mma(q_rest, k_rest.permute((1, 0)), raw, is_async=True)
     else:
         raw = warpgroup_mma(q_left, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        k_rest = _some_keys(ring.k_rest_smem.index(step % NUM_STAGES).reshape([TILE_N, REST]), KEYS, LAST)
+        k_rest = _some_keys(ring.k_rest_smem.index(step % variant.NUM_STAGES).reshape([TILE_N, REST]), KEYS, LAST)
         return warpgroup_mma(q, k_rest.permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
-def _start_values(ring, p, acc, step, TILE_N: gl.constexpr, GATHERED: gl.constexpr, NUM_STAGES: gl.constexpr,
-                  CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, pred=True):  # fmt: skip
+def _start_values(ring, p, acc, step, variant: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
     """Wait for the values of a step, start acc + p v, and pass the turn."""
-    slot, phase = _slot(step, NUM_STAGES)
-    _wait_keys(ring.v_ready.index(slot), phase, GATHERED)
-    acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([TILE_N, ring.v_smem.shape[-1]]), acc)
-    _pass_turn(CONSUMER, NUM_CONSUMERS, pred)
+    slot, phase = _slot(step, variant.NUM_STAGES)
+    _wait_keys(ring.v_ready.index(slot), phase, variant.GATHERED)
+    acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([variant.TILE_N, ring.v_smem.shape[-1]]), acc)
+    _pass_turn(CONSUMER, variant.NUM_CONSUMERS, pred)
     return acc
 
 
@@ -588,10 +625,11 @@ def _hide(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl
 
 
 @gluon.jit
-def _hide_first(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CUT_LAST: gl.constexpr,
-                HALF_SEEN: gl.constexpr):  # fmt: skip
+def _hide_first(logits, part, n_tile, lengths, window, variant: gl.constexpr, HALF_SEEN: gl.constexpr):
     """`_hide` of a first tile. CUT_LAST: no key of it lies left of the window. HALF_SEEN: then its left half is seen."""
-    if CUT_LAST:
+    HEADS: gl.constexpr = variant.HEADS
+    TILE_N: gl.constexpr = variant.TILE_N
+    if variant.CUT_LAST:
         layout: gl.constexpr = logits.type.layout
         rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, layout))[0][:, None]
         cols = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -617,9 +655,11 @@ def _hide_left(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_
 
 
 @gluon.jit
-def _hide_some(logits, part, n_tile, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, MASKED: gl.constexpr,
-               CUT: gl.constexpr, HALF_SEEN: gl.constexpr):  # fmt: skip
+def _hide_some(logits, part, n_tile, lengths, window, variant: gl.constexpr, MASKED: gl.constexpr, CUT: gl.constexpr,
+               HALF_SEEN: gl.constexpr):  # fmt: skip
     """logits of a step, -inf where keys are hidden. MASKED, CUT, HALF_SEEN: as for `_absorb_tile`."""
+    HEADS: gl.constexpr = variant.HEADS
+    TILE_N: gl.constexpr = variant.TILE_N
     if CUT:
         logits = _hide_left(logits, part, n_tile, lengths, window, HEADS, TILE_N, HALF_SEEN)
     elif MASKED:
@@ -674,51 +714,52 @@ def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexp
 
 
 @gluon.jit
-def _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS: gl.constexpr, TILE_N: gl.constexpr,
-           LAZY: gl.constexpr, MASKED: gl.constexpr, BOUNDED: gl.constexpr, CUT_LAST: gl.constexpr,
-           HALF_SEEN: gl.constexpr):  # fmt: skip
-    """State and p of the first step of a part. CUT_LAST, HALF_SEEN: of `_hide_first`."""
+def _first(raw, bias, part, lengths, window, slope, score_params, cap, variant: gl.constexpr, HALF_SEEN: gl.constexpr):
+    """State and p of the first step of a part. HALF_SEEN: of `_hide_first`."""
+    TILE_N: gl.constexpr = variant.TILE_N
     n_tile = part.end - 1
-    if BOUNDED:
-        if MASKED:
+    if variant.BOUNDED:
+        if variant.MASK_FIRST:
             logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
-            p, row_sum = softmax.bounded_of(_hide(logits, part, n_tile, lengths, window, HEADS, TILE_N))
+            p, row_sum = softmax.bounded_of(_hide(logits, part, n_tile, lengths, window, variant.HEADS, TILE_N))
         else:
             p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
         return softmax.begin_bounded(p, row_sum), p
     else:
-        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
-        if MASKED:
-            logits = _hide_first(logits, part, n_tile, lengths, window, HEADS, TILE_N, CUT_LAST, HALF_SEEN)
+        logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, variant.LAZY)
+        if variant.MASK_FIRST:
+            logits = _hide_first(logits, part, n_tile, lengths, window, variant, HALF_SEEN)
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-        return _begin(logits, scores.scale_log2(score_params), row_bias, TILE_N, LAZY, MASKED)
+        return _begin(logits, scores.scale_log2(score_params), row_bias, TILE_N, variant.LAZY, variant.MASK_FIRST)
 
 
 @gluon.jit
 def _absorb_tile(
     ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, cap, stream, dropout,
-    num_heads, HEADS: gl.constexpr, LIVE_D: gl.constexpr, TILE_N: gl.constexpr, GATHERED: gl.constexpr,
-    NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
-    BOUNDED: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
+    num_heads, variant: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
+    CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
 
     CUT: a window's left edge cuts its tile, of which the last KEYS may be seen, and with HALF_SEEN the right half is.
     """
+    TILE_N: gl.constexpr = variant.TILE_N
+    LAZY: gl.constexpr = variant.LAZY
+    NUM_STAGES: gl.constexpr = variant.NUM_STAGES
     slot, phase = _slot(step, NUM_STAGES)
-    _wait_keys(ring.k_ready.index(slot), phase, GATHERED)
+    _wait_keys(ring.k_ready.index(slot), phase, variant.GATHERED)
     _wait_turn(CONSUMER)
-    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS, CUT)
-    product = _start_values(ring, p, acc, step - 1, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, variant, KEYS, CUT)
+    product = _start_values(ring, p, acc, step - 1, variant, CONSUMER)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(len(acc), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
-    if BOUNDED:
+    if variant.BOUNDED:
         if CUT or MASKED:
             logits = softmax.capped(raw, cap, _piece(raw.shape[1]))
-            logits = _hide_some(logits, part, n_tile, lengths, window, HEADS, TILE_N, MASKED, CUT, HALF_SEEN)
+            logits = _hide_some(logits, part, n_tile, lengths, window, variant, MASKED, CUT, HALF_SEEN)
             p, row_sum = softmax.bounded_of(logits)
         else:
             p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
@@ -731,8 +772,8 @@ def _absorb_tile(
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-        logits = _hide_some(logits, part, n_tile, lengths, window, HEADS, TILE_N, MASKED, CUT, HALF_SEEN)
-        HOLD: gl.constexpr = NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
+        logits = _hide_some(logits, part, n_tile, lengths, window, variant, MASKED, CUT, HALF_SEEN)
+        HOLD: gl.constexpr = variant.NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
         if KEYS < TILE_N:
             state = softmax.relaid(state, logits)
         state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
@@ -745,13 +786,13 @@ def _absorb_tile(
 
 
 @gluon.jit
-def _skip_keys(ring, step, count, NUM_STAGES: gl.constexpr, CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+def _skip_keys(ring, step, count, variant: gl.constexpr, CONSUMER: gl.constexpr):
     """Hand the keys of `count` steps back. Each must have come, or the arrival would count for the fill before."""
     for i in range(step, step + count):
-        slot, phase = _slot(i, NUM_STAGES)
+        slot, phase = _slot(i, variant.NUM_STAGES)
         mbarrier.wait(ring.k_ready.index(slot), phase)
         _wait_turn(CONSUMER)
-        _pass_turn(CONSUMER, NUM_CONSUMERS)
+        _pass_turn(CONSUMER, variant.NUM_CONSUMERS)
         mbarrier.arrive(ring.k_free.index(slot), count=1)
 
 
@@ -805,23 +846,24 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, num_heads, slot, le
 
 
 @gluon.jit
-def _compute(
-    out_desc, lse, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
-    HEADS: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, GATHERED: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
-    MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr,
-    BIAS: gl.constexpr, BOUNDED: gl.constexpr, PACKED: gl.constexpr, CONSUMER: gl.constexpr,
-):  # fmt: skip
-    """A consumer: 64 rows of each tile of this program. HALF_FIRST: the first sees half of its first key tile.
-
-    CUT_LAST: a window's left edge cuts one tile of a consumer, its last, or none. HALF_LAST: of two consumers the one that sees
-    the right half of that alone, or -1.
-    """
+def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant: gl.constexpr,
+             CONSUMER: gl.constexpr):  # fmt: skip
+    """A consumer: 64 rows of each tile of this program."""
+    HEADS: gl.constexpr = variant.HEADS
+    TILE_N: gl.constexpr = variant.TILE_N
+    NUM_CONSUMERS: gl.constexpr = variant.NUM_CONSUMERS
+    NUM_STAGES: gl.constexpr = variant.NUM_STAGES
+    PACKED: gl.constexpr = variant.PACKED
+    SPLIT_Q: gl.constexpr = variant.SPLIT_Q
+    OWN_OUT: gl.constexpr = variant.OWN_OUT
+    CUT_LAST: gl.constexpr = variant.CUT_LAST
+    HALF_FIRST: gl.constexpr = variant.HALF_FIRST
+    HALF_LAST: gl.constexpr = variant.HALF_LAST
     KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
     HALF_SEEN: gl.constexpr = HALF_FIRST and CONSUMER == 1
     LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N
     LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != CONSUMER
-    no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], LIVE_DV)
+    no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], variant.LIVE_DV)
     if cap is not None:
         cap = scores.cap_of_lane(cap)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -834,11 +876,11 @@ def _compute(
     part = _consumer_part(whole, lengths, window, HEADS, TILE_N, CONSUMER)
     slope = scores.load_slope(score_params, part.batch, part.head)
     bias = None
-    if BIAS:
+    if variant.BIAS:
         bias = _bias_operand(slope, TILE_N)
     # Steps before the first of this tile whose values are still to be handed back
     skipped = whole.end - part.end
-    _skip_keys(ring, 0, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
+    _skip_keys(ring, 0, skipped, variant, CONSUMER)
     step = skipped
     slot, phase = _slot(step, NUM_STAGES)
     q_slot, q_phase, left, left_phase = _q_slots(0, CONSUMER, NUM_CONSUMERS)
@@ -846,9 +888,9 @@ def _compute(
     q_left = None
     if SPLIT_Q:
         q_left = _load_left(ring, left, left_phase, TILE_N, some)
-    _wait_keys(ring.k_ready.index(slot), phase, GATHERED, some)
+    _wait_keys(ring.k_ready.index(slot), phase, variant.GATHERED, some)
     _wait_turn(CONSUMER, some)
-    raw = _start_scores(ring, q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
+    raw = _start_scores(ring, q_slot, q_left, bias, step, variant, KEYS)
     _pass_turn(CONSUMER, NUM_CONSUMERS, some)
     kept = _keep_bits(part, part.end - 1, stream, dropout, num_heads, TILE_N)
     raw = warpgroup_mma_wait(0, deps=[raw])
@@ -856,8 +898,7 @@ def _compute(
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, HEADS, TILE_N, LAZY, MASK_FIRST, BOUNDED,
-                      CUT_LAST, HALF_SEEN)  # fmt: skip
+    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, variant, HALF_SEEN)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
@@ -870,16 +911,14 @@ def _compute(
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
                 ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
-                cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS, LAZY,
-                MASK_OTHERS, BOUNDED, TILE_N,
+                cap, stream, dropout, num_heads, variant, CONSUMER, variant.MASK_OTHERS, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
         if CUT_LAST:
             if cut > 0:
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
-                    score_params, cap, stream, dropout, num_heads, HEADS, LIVE_D, TILE_N, GATHERED, NUM_STAGES, CONSUMER,
-                    NUM_CONSUMERS, LAZY, False, BOUNDED, LAST_KEYS, True, LAST_HALF_SEEN,
+                    score_params, cap, stream, dropout, num_heads, variant, CONSUMER, False, LAST_KEYS, True, LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -888,12 +927,12 @@ def _compute(
         more = next_whole.end > 0
         next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, CONSUMER)
         next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
-        if BIAS:
+        if variant.BIAS:
             bias = _bias_operand(next_slope, TILE_N)
         skipped = part.begin - whole.begin
         if more:
             skipped += next_whole.end - next_part.end
-        _skip_keys(ring, last_step + 1, skipped, NUM_STAGES, CONSUMER, NUM_CONSUMERS)
+        _skip_keys(ring, last_step + 1, skipped, variant, CONSUMER)
         step = last_step + 1 + skipped
         slot, phase = _slot(step, NUM_STAGES)
         next_q_slot, q_phase, left, left_phase = _q_slots(index, CONSUMER, NUM_CONSUMERS)
@@ -901,10 +940,10 @@ def _compute(
         mbarrier.wait(ring.q_ready.index(next_q_slot), q_phase, pred=more)
         if SPLIT_Q:
             q_left = _load_left(ring, left, left_phase, TILE_N, more)
-        _wait_keys(ring.k_ready.index(slot), phase, GATHERED, more)
+        _wait_keys(ring.k_ready.index(slot), phase, variant.GATHERED, more)
         # After the last tile these products are of whatever the slots hold, and nothing reads them.
-        raw = _start_scores(ring, next_q_slot, q_left, bias, step, LIVE_D, TILE_N, NUM_STAGES, KEYS)
-        product = _start_values(ring, p, acc, last_step, TILE_N, GATHERED, NUM_STAGES, CONSUMER, NUM_CONSUMERS, more)
+        raw = _start_scores(ring, next_q_slot, q_left, bias, step, variant, KEYS)
+        product = _start_values(ring, p, acc, last_step, variant, CONSUMER, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
         raw = warpgroup_mma_wait(len(acc), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
@@ -912,14 +951,13 @@ def _compute(
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, score_params, cap, HEADS, TILE_N, LAZY,
-                               MASK_FIRST, BOUNDED, CUT_LAST, HALF_SEEN)  # fmt: skip
+        next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, score_params, cap, variant, HALF_SEEN)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
         acc = columns.wait(product)
         mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
-        if not LAZY or BOUNDED:
+        if not variant.LAZY or variant.BOUNDED:
             state = softmax.join(state)
         if sinks is not None:
             row_layout: gl.constexpr = state.row_max.type.layout
@@ -946,37 +984,39 @@ def _compute(
 
 
 @gluon.jit
-def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-              LIVE_D: gl.constexpr, TILE_N: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-              NUM_STAGES: gl.constexpr, OWN_OUT: gl.constexpr, BIAS: gl.constexpr, GATHERED: gl.constexpr):  # fmt: skip
+def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant: gl.constexpr):
+    TILE_N: gl.constexpr = variant.TILE_N
+    NUM_CONSUMERS: gl.constexpr = variant.NUM_CONSUMERS
+    NUM_STAGES: gl.constexpr = variant.NUM_STAGES
+    LIVE_D: gl.constexpr = variant.LIVE_D
     # What fills a slot of keys: TMA, told by one thread, or the producer's threads
-    FILLS: gl.constexpr = 128 if GATHERED else 1
+    FILLS: gl.constexpr = 128 if variant.GATHERED else 1
     # Boxes of a page, or of a part of one
     PIECES: gl.constexpr = TILE_N // k_desc.block_type.shape[-2]
-    Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if SPLIT_Q else 2)
-    LEFT: gl.constexpr = BLOCK_D // 2 if SPLIT_Q else BLOCK_D
+    Q_SLOTS: gl.constexpr = NUM_CONSUMERS * (3 if variant.SPLIT_Q else 2)
+    LEFT: gl.constexpr = variant.BLOCK_D // 2 if variant.SPLIT_Q else variant.BLOCK_D
     if q_rest_desc is None:
         q_smem = boxes.allocate(q_desc, Q_SLOTS, LEFT)
         q_rest_smem = q_smem
     else:
         q_smem = boxes.allocate(q_desc, NUM_CONSUMERS, LEFT)
         q_rest_smem = boxes.allocate(q_rest_desc, 2 * NUM_CONSUMERS, LIVE_D - LEFT)
-    if OWN_OUT:
+    if variant.OWN_OUT:
         out_smem = boxes.allocate(out_desc, NUM_CONSUMERS, out_desc.block_type.shape[-1])
     else:
         out_smem = q_smem
-    if BIAS:
+    if variant.BIAS:
         bias_smem = _bias_columns(TILE_N)
     else:
         bias_smem = q_smem
     tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if k_rest_desc is None:
-        k_smem = boxes.allocate(k_desc, NUM_STAGES, BLOCK_D, PIECES)
+        k_smem = boxes.allocate(k_desc, NUM_STAGES, variant.BLOCK_D, PIECES)
         k_rest_smem = k_smem
     else:
         k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT, PIECES)
         k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT, PIECES)
-    v_smem = boxes.allocate(v_desc, NUM_STAGES, BLOCK_DV, PIECES)
+    v_smem = boxes.allocate(v_desc, NUM_STAGES, variant.BLOCK_DV, PIECES)
     return Ring(
         q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
         allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1),
@@ -1000,101 +1040,65 @@ def attention_forward(
     GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
-    counter: int32 (2,) of 0. BIAS: whether a product adds what ALiBi's bias of a key is. cap: of `scores.cap_of`, or None.
-    BOUNDED: whether it is in base 2, and weights are relative to 0.
+    counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
 
     table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys. pages: `cache.Pages` of
-    PAGE_SIZE tokens that have k and v, or None. GATHERED: whether tokens are copied one by one. lse_stride, lse_apart: see
-    LseRows. REGISTERS, LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are
-    the first warps, and get the registers that are left.
+    PAGE_SIZE tokens that have k and v, or None. lse_stride, lse_apart: see LseRows. Constants: see Variant. REGISTERS,
+    LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are the first warps, and
+    get the registers that are left.
     """
-    PACKED: gl.constexpr = table is not None
-    if PACKED:
+    variant: gl.constexpr = _variant(
+        GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS, SPLIT_Q,
+        NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, table is not None,
+    )  # fmt: skip
+    if table is not None:
         num_tiles = gl.load(table)
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, BLOCK_D, BLOCK_DV, LIVE_D, TILE_N,
-                     NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, OWN_OUT, BIAS, GATHERED)  # fmt: skip
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
     rows = LseRows(lse, lse_stride, lse_apart)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
-                     LOAD_WARPS)),
+                     variant)),
         ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3 and LOAD_FIRST:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
-                     LOAD_WARPS)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+                     variant)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
-                     LOAD_WARPS)),
+                     variant)),
         ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif LOAD_FIRST:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
-                     LOAD_WARPS)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
+                     variant)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
         ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, HEADS,
-                        LIVE_D, LIVE_DV, TILE_N, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS,
-                        OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, PACKED, 3)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     GROUP_SIZE, HEADS, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, SPLIT_Q, NUM_STAGES,
-                     LOAD_WARPS)),
+                     variant)),
         ], [4, 4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
