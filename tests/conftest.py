@@ -28,6 +28,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests of one offline file go to one worker, since they share what it compiles; all others where there is room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.split("::")[0]
+            return file if file.endswith("_offline.py") else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture
 def poisoned():
     """Uninitialised memory holds NaN in this test."""
