@@ -237,6 +237,23 @@ def test_strided_cache_and_queries(monkeypatch):
         assert torch.equal(mla_decode(**arguments | {"kv_cache": layers[:, :, 1], "q": wide[..., 8:584]}), expected)
 
 
+def test_heads_may_lie_far_apart(monkeypatch):
+    """Queries and cache as (heads, tokens, dim): the last head is over 2**31 numbers away. What nobody touches costs nothing."""
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    arguments = BY_NAME["latent_heads"].make(torch.float16)
+    expected = mla_decode(**arguments)
+    memory = torch.empty(2**31 + 2**22, dtype=torch.float16)
+    for name in ("q", "kv_cache"):
+        x = arguments[name]
+        batch, tokens, heads, dim = x.shape
+        apart = 2**31 // (heads - 1) + 64
+        far = memory.as_strided(x.shape, (tokens * dim, dim, apart, 1))
+        for head in range(heads):
+            far[:, :, head] = x[:, :, head]
+        assert torch.equal(mla_decode(**arguments | {name: far}), expected)
+
+
 def test_pack_fp8():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(5, 7, 1, 576, generator=generator) * torch.logspace(-3, 3, 5)[:, None, None, None]
@@ -302,6 +319,12 @@ WRONG = {
         dict(block_table=torch.full((2, 2), 9, dtype=torch.int32)),
         flashtile.ValueRangeError,
         r"block_table\[0\]: expected pages",
+    ),
+    "no_page": (dict(kv_cache=CACHE[:0]), flashtile.ShapeError, "kv_cache: expected at least one page"),
+    "wide_table": (
+        dict(block_table=torch.empty(2**25, dtype=torch.int32).expand(2, -1)),
+        flashtile.ShapeError,
+        "block_table: expected",
     ),
     "indices_and_table": (dict(indices=INDICES), flashtile.ShapeError, "block_table: expected None with indices"),
     "indices_shape": (NO_TABLE | dict(indices=INDICES[0]), flashtile.ShapeError, "indices: expected shape"),

@@ -75,7 +75,8 @@ def place(keys, entries, cols, length):
 
 @triton.jit
 def token_ptrs(x, page, offset, head):
-    return x.ptr + page.to(tl.int64) * x.batch_stride + offset.to(tl.int64) * x.row_stride + head * x.head_stride
+    place = page.to(tl.int64) * x.batch_stride + offset.to(tl.int64) * x.row_stride
+    return x.ptr + place + head.to(tl.int64) * x.head_stride
 
 
 @triton.jit
@@ -132,7 +133,7 @@ def decode(
     heads = head_kv * GROUP_SIZE + rows % GROUP_SIZE
     row_exists = rows < num_rows
     dims = tl.arange(0, LATENT)
-    q_offsets = tokens.to(tl.int64) * q.row_stride + heads * q.head_stride
+    q_offsets = tokens.to(tl.int64) * q.row_stride + heads.to(tl.int64) * q.head_stride
     scale_log2 = softmax_scale * LOG2_E
     for i in range(last - begin + 1):
         sequence = begin + i

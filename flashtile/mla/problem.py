@@ -221,6 +221,12 @@ def _check_dense(operands) -> None:
         raise ShapeError(explain("topk_length", "None without indices", _shape(operands.topk_length)))
     check_int32("block_table", operands.block_table, q.device, (q.shape[0], None))
     check_int32("cache_seqlens", operands.cache_seqlens, q.device, (q.shape[0],))
+    num_pages, page_size = operands.kv_cache.shape[:2]
+    if num_pages == 0 and q.numel() > 0:
+        raise ShapeError(explain("kv_cache", "at least one page beside block_table", _shape(operands.kv_cache)))
+    if operands.block_table.shape[1] * page_size >= 2**31:
+        raise ShapeError(explain("block_table", f"pages of fewer than 2**31 tokens, so {(2**31 - 1) // page_size} columns at most",
+                                 _shape(operands.block_table)))  # fmt: skip
 
 
 def _check_sparse(operands, num_heads_kv, causal) -> None:
