@@ -96,7 +96,7 @@ def attention_with_kvcache(
             (on a CPU also fp64) or fp8 (e4m3). seqlen_q is 1 in decoding, a few with speculation, thousands in a prefill.
         k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), a row a sequence; or with block_table
             (num_pages, page_size, num_heads_kv, head_dim) with any page size. The dtype of q, or fp8. Slots outside of a
-            sequence are never read into a result.
+            sequence are never read into a result, nor pages that lie left of the window of all its queries.
         v_cache: the same with head_dim_v.
         k: (batch, seqlen_new, num_heads_kv, head_dim), written to the slots cache_seqlens .. cache_seqlens + seqlen_new - 1;
             or (total_new, num_heads_kv, head_dim) with cu_seqlens_k_new. The dtype of the cache. An fp8 cache also takes

@@ -118,7 +118,7 @@ class CacheProblem(CallShape):
     return_lse: bool = False
     # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
     wide_rows: bool = False
-    # Rows of q or of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
+    # Rows of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
     unaligned: bool = False
 
     @classmethod
@@ -182,8 +182,7 @@ class CacheProblem(CallShape):
             has_descale=any(x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)),
             return_lse=options.return_lse,
             wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= 2**22,
-            unaligned=any(map(is_unaligned, (q, k_cache, v_cache))) or not _in_rows(k_cache, v_cache)
-            or not packed and rows_apart(q) != q.shape[1],
+            unaligned=is_unaligned(k_cache) or is_unaligned(v_cache) or not _in_rows(k_cache, v_cache),
         )  # fmt: skip
 
     @property
@@ -359,6 +358,8 @@ def _check_cache(operands, batch) -> int:
     else:
         if operands.cache_batch_idx is not None:
             check_index("cache_batch_idx", operands.cache_batch_idx, q.device, batch)
+            if k_cache.shape[0] == 0 and batch > 0:
+                raise ShapeError(explain("k_cache", "at least one row, which cache_batch_idx names", _shape(k_cache)))
         elif k_cache.shape[0] != batch:
             raise ShapeError(explain("k_cache", f"a row for each sequence of q, {batch}", f"{k_cache.shape[0]} rows",
                                      "cache_batch_idx says which rows a larger cache's sequences are."))  # fmt: skip

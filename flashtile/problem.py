@@ -246,7 +246,7 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
 def is_unaligned(x) -> bool:
     """Whether rows begin elsewhere than at multiples of 16 bytes. A traced tensor has no address: its strides must do."""
     elements = 16 // x.element_size()
-    has_address = not torch.compiler.is_compiling() and type(x) is torch.Tensor
+    has_address = not torch.compiler.is_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
     return any(stride % elements != 0 for stride in x.stride()[:-1]) or has_address and x.data_ptr() % 16 != 0
 
 

@@ -363,6 +363,8 @@ WRONG = [
     (dict(PAGED, block_table=int32(0, 1)), ShapeError, r"block_table: expected shape \(2, pages of a sequence\)"),
     (dict(PAGED, cache_batch_idx=int32(0, 1)), ShapeError, "cache_batch_idx: expected None beside block_table"),
     (dict(cache_batch_idx=int32(0, 2)), ValueRangeError, r"cache_batch_idx\[1\]: expected 0 to 1"),
+    (dict(k_cache=torch.zeros(0, 16, 2, 16), v_cache=torch.zeros(0, 16, 2, 16), cache_batch_idx=int32(0, 0)), ShapeError,
+     "k_cache: expected at least one row"),
     (dict(cache_leftpad=int32(0, 10)), ValueRangeError, r"cache_leftpad\[1\]: expected 0 to 9"),
     (dict(rotary_cos=torch.zeros(20, 8), rotary_sin=torch.zeros(20, 8)), ShapeError, "k: expected new keys and values beside"),
     (dict(rotary_cos=torch.zeros(20, 8), **NEW), ShapeError, "rotary_sin: expected a tensor, since rotary_cos"),
@@ -561,6 +563,9 @@ def test_work_of_a_problem():
     ((1, 512, 8192, 32, 8, 128), {"page_size": 7}, "hopper"), ((1, 512, 8192, 32, 8, 96), {"page_size": 7}, "portable"),
     ((1, 512, 8192, 32, 8, 96), {"page_size": 16}, "hopper"), ((1, 512, 8192, 32, 8, 128), {"unaligned": True}, "portable"),
     ((1, 512, 8192, 32, 8, 128), {"cache_dtype": torch.float8_e4m3fn}, "portable"),
+    # packed: as long as their mean, not as the longest of them
+    ((8, 2048, 8192, 32, 8, 128), {"total_q": 8}, "portable"), ((64, 512, 8192, 32, 8, 128), {"total_q": 575}, "portable"),
+    ((8, 2048, 8192, 32, 8, 128), {"total_q": 8 * 512}, "hopper"), ((0, 512, 8192, 32, 8, 128), {"total_q": 0}, "portable"),
 ])  # fmt: skip
 def test_many_queries_are_hoppers(shape, options, tier):
     batch, seqlen_q, capacity, heads, heads_kv, dim = shape
@@ -583,17 +588,49 @@ def test_pages_that_tma_loads(page_size, leftpad, rows):
 
 def test_rows_that_tma_takes():
     """Pages beside one another or between others; not those at half a row, nor of k and v at different distances."""
+    q = torch.randn(2, 8, 4, 16).half()
 
-    def unaligned(q, k_cache, v_cache):
+    def unaligned(k_cache, v_cache):
         table = torch.zeros(2, 4, dtype=torch.int32)
         operands = CacheOperands(q, k_cache, v_cache, cache_seqlens=_ints(9, 9), block_table=table)
         return CacheProblem.from_tensors(operands, CacheOptions(None, True, True, None, None, None, 0.0, 0, False)).unaligned
 
-    q, caches = torch.randn(2, 8, 4, 16).half(), torch.randn(8, 2, 16, 4, 16).half()
-    assert not unaligned(q, caches[:, 0], caches[:, 1])
-    assert unaligned(q, caches[:, 0], caches[:, 1].contiguous())
-    assert unaligned(q[:, 1:], caches[:, 0], caches[:, 1])
+    caches = torch.randn(8, 2, 16, 4, 16).half()
+    assert not unaligned(caches[:, 0], caches[:, 1])
+    assert unaligned(caches[:, 0], caches[:, 1].contiguous())
     memory = torch.zeros(8 * 1100).half()
     at_half_a_row = memory.as_strided((8, 16, 4, 16), (1056, 64, 16, 1))
-    assert unaligned(q, at_half_a_row, at_half_a_row)
-    assert unaligned(q, *(torch.zeros(8, 16, 4, 20).half()[..., :16] for _ in range(2)))
+    assert unaligned(at_half_a_row, at_half_a_row)
+    assert unaligned(*(torch.zeros(8, 16, 4, 20).half()[..., :16] for _ in range(2)))
+    assert unaligned(*(torch.nn.Parameter(memory[1:4097].view(1, 64, 4, 16).half()) for _ in range(2)))
+
+
+def _half(*shape):
+    return torch.randn(shape, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("make", "copies"), [
+    (lambda: _half(2, 8, 4, 64), False), (lambda: _half(2, 4, 8, 64).transpose(1, 2), True),
+    (lambda: _half(2, 9, 4, 64)[:, 1:], True), (lambda: _half(16, 4, 64), False),
+    (lambda: _half(16, 4, 68)[..., :64], True), (lambda: _half(1, 4, 8, 64).transpose(1, 2), False),
+])  # fmt: skip
+def test_queries_that_tma_does_not_take_are_copied(make, copies):
+    """Where they lie decides nothing else: a copy costs less than another tier."""
+    kvcache = pytest.importorskip("flashtile.hopper.kvcache")
+    q = make()
+    batch = 2 if q.dim() == 3 else q.shape[0]
+    cache = torch.randn(batch, 64, 4, 64).half()
+    packed = {"cu_seqlens_q": _ints(0, 7, 16)} if q.dim() == 3 else {}
+    operands = CacheOperands(q, cache, cache, cache_seqlens=_ints(*[40] * batch), **packed)
+    options = CacheOptions(9 if packed else None, True, True, None, None, None, 0.0, 0, False)
+    problem = CacheProblem.from_tensors(operands, options)
+    assert not problem.unaligned
+    call = kvcache.Call(problem, tiles.HopperConfig(128, 128, 2, 0), operands, hardware.by_name("H200"))
+    launched = []
+    call.launches.run = lambda *tensors: launched.append(tensors)
+    call(operands)
+    rows = launched[0][len(operands) + 2]
+    if copies:
+        assert rows.is_contiguous() and torch.equal(rows, q)
+    else:
+        assert rows is None

@@ -238,7 +238,7 @@ def test_strided_cache_and_queries(monkeypatch):
 
 
 def test_heads_may_lie_far_apart(monkeypatch):
-    """Queries and cache as (heads, tokens, dim): the last head is over 2**31 numbers away. What nobody touches costs nothing."""
+    """Queries and cache as (heads, tokens, dim): the last head is 2**31 numbers away. Memory left alone costs nothing."""
     needs_interpreter()
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     arguments = BY_NAME["latent_heads"].make(torch.float16)

@@ -48,7 +48,7 @@ def _refuses_decode(problem, device) -> str | None:
     if problem.capacity == 0:
         return "takes no cache without slots"
     if problem.unaligned:
-        return "TMA needs q and the cache as rows of one distance, a multiple of 16 bytes"
+        return "TMA needs the cache as rows of one distance, a multiple of 16 bytes"
     if problem.page_size and (problem.head_dim % 64 or problem.head_dim_v % 64):
         config = tiles.hopper_config(problem.as_packed(), device)
         if not tiles.page_rows(problem, config):
@@ -80,7 +80,8 @@ def yields(problem, device, direction) -> str | None:
 def _yields_decode(problem, device) -> str | None:
     packed = problem.as_packed()
     config = tiles.hopper_config(packed, device)
-    rows = problem.seqlen_q * config.heads
+    # The longest of packed sequences may be one of many: as if all had their mean
+    rows = min(problem.seqlen_q, -(-packed.total_q // max(problem.batch, 1))) * config.heads
     if 2 * rows < config.tile_m:
         return f"has tiles of {config.tile_m} rows, of which {rows} of a sequence leave most empty"
     num_tiles = problem.batch * problem.num_heads // config.heads * -(-rows // config.tile_m)

@@ -31,13 +31,18 @@ from flashtile.hopper import arguments
 from flashtile.hopper.forward import attention_forward
 from flashtile.kvcache_problem import CacheOperands, rows_apart
 from flashtile.outputs import fresh
-from flashtile.problem import Operands
+from flashtile.problem import Operands, is_unaligned
 
 
 def _in_units(x) -> Rows:
     """`rows_of` with strides in units of 16 bytes."""
     ptr, *strides = rows_of(x)
     return Rows(ptr, *(stride * x.element_size() // 16 for stride in strides))
+
+
+def _is_rows(q) -> bool:
+    """Whether TMA takes queries where they are: as rows, those of a sequence behind those of the one before."""
+    return not is_unaligned(q) and (q.dim() == 3 or rows_apart(q) == q.shape[1])
 
 
 class Call:
@@ -52,7 +57,8 @@ class Call:
         out_shape = (*operands.q.shape[:-1], problem.head_dim_v)
         self.is_empty = 0 in out_shape
         self.append = Append(problem, operands, device) if problem.appends else None
-        self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim else None
+        self.copies_q = not problem.rotary_dim and not _is_rows(operands.q)
+        self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim or self.copies_q else None
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
@@ -66,8 +72,10 @@ class Call:
         out, lse = self.new_out(q), self.new_lse(q)
         if self.problem.varlen and self.problem.return_lse:
             lse.fill_(float("-inf"))
-        q_rotated = self.new_q(q) if self.new_q is not None else None
-        self.launches.run(*operands, out, lse, q_rotated, self.new_table(q), counters.zeros(q, 2))
+        rows = self.new_q(q) if self.new_q is not None else None
+        if self.copies_q:
+            rows.copy_(q)
+        self.launches.run(*operands, out, lse, rows, self.new_table(q), counters.zeros(q, 2))
         return out, (lse if self.problem.return_lse else None)
 
     def start(self, launch, *tensors):

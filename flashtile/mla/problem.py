@@ -225,8 +225,8 @@ def _check_dense(operands) -> None:
     if num_pages == 0 and q.numel() > 0:
         raise ShapeError(explain("kv_cache", "at least one page beside block_table", _shape(operands.kv_cache)))
     if operands.block_table.shape[1] * page_size >= 2**31:
-        raise ShapeError(explain("block_table", f"pages of fewer than 2**31 tokens, so {(2**31 - 1) // page_size} columns at most",
-                                 _shape(operands.block_table)))  # fmt: skip
+        most = (2**31 - 1) // page_size
+        raise ShapeError(explain("block_table", f"at most {most} columns (2**31 tokens)", _shape(operands.block_table)))
 
 
 def _check_sparse(operands, num_heads_kv, causal) -> None:
