@@ -5,6 +5,7 @@ of each gradient may be twice that of eager (Llama: SDPA) in bf16.
 """
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -241,7 +242,59 @@ def test_masks_that_hide_something_else_are_refused():
         make(config, torch.zeros(1, 4, 48), None, None, block_sequence_ids=images)
     with pytest.raises(UnsupportedError, match="got chunked_overlay"):
         chunked(config, torch.zeros(1, 9, 48), None, None)
-    assert chunked(config, torch.zeros(1, 8, 48), None, None) is None
+    assert chunked(config, torch.zeros(1, 8, 48), None, None).all()
+
+
+MAKERS = {"causal": "create_causal_mask", "window": "create_sliding_window_causal_mask",
+          "both sides": "create_bidirectional_sliding_window_mask", "all": "create_bidirectional_mask"}  # fmt: skip
+
+
+# transformers finds packed sequences in causal masks without padding; eager counts padding as part of a window
+@pytest.mark.parametrize(("name", "tokens"), [
+    *product(MAKERS, ["all", "left padding"]), ("causal", "padding inside"), ("all", "padding inside"),
+    ("causal", "packed"), ("window", "packed"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_holds_whatever_a_layer_says(name, tokens, is_causal):
+    """Some layers pass no window, no position_ids, or say that they are not causal, and rely on the mask."""
+    config = transformers.LlamaConfig(**SMALL, sliding_window=4)
+    make, arguments = getattr(transformers.masking_utils, MAKERS[name]), {}
+    padding = {"left padding": LEFT[1:], "padding inside": HOLE[:1]}.get(tokens)
+    if tokens == "packed":
+        arguments["position_ids"] = torch.cat([torch.arange(5), torch.arange(9)])[None]
+    if name in ("causal", "window"):
+        arguments["past_key_values"] = None
+
+    def mask(implementation):
+        config._attn_implementation = implementation
+        return make(config, inputs_embeds=torch.zeros(1, 14, 48), attention_mask=padding, **arguments)
+
+    layer, (q, k, v) = torch.nn.Identity(), torch.randn(3, 1, 2, 14, 8)
+    layer.is_causal = is_causal
+    got, _ = integration.attention(layer, q, k, v, mask(integration.NAME))
+    bias = mask("eager")
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2)
+    seen = slice(None) if padding is None else padding[0].bool()
+    torch.testing.assert_close(got[:, seen], want[:, seen])
+
+
+def test_what_a_mask_shows_is_known_in_a_graph_of_a_layer():
+    config = transformers.LlamaConfig(**SMALL, sliding_window=4)
+    config._attn_implementation = integration.NAME
+    mask = transformers.masking_utils.create_sliding_window_causal_mask(config, torch.zeros(2, 14, 48), None, None)
+    layer, q = torch.nn.Identity(), torch.randn(2, 2, 14, 8)
+    want = integration.attention(layer, q, q, q, mask)[0]
+    torch._dynamo.reset()
+    attend = torch.compile(lambda q, mask: integration.attention(layer, q, q, q, mask)[0], backend="aot_eager", fullgraph=True)
+    assert torch.equal(attend(q, mask), want)
+
+
+def test_places_in_images_are_no_packed_sequences():
+    """position_ids of three dims, which begin anew for each of height, width and time."""
+    layer, q = torch.nn.Identity(), torch.randn(1, 2, 14, 8)
+    positions = torch.arange(14).expand(3, 1, 14)
+    got = integration.attention(layer, q, q, q, None, is_causal=True, position_ids=positions)[0]
+    assert torch.equal(got, integration.attention(layer, q, q, q, None, is_causal=True)[0])
 
 
 def test_packed_sequences_in_a_larger_batch_are_refused():

@@ -13,11 +13,18 @@ transformers' own flash attention does. Refused: prepared masks of four dims, fo
 a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores; choices of keys, or of
 blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
+What a model's mask shows holds for all layers that get it, whatever their own arguments say (sliding_window, is_causal,
+position_ids): as in eager attention, which knows nothing but the mask. Where a model is traced as a whole, the arguments of its
+layers hold, as for transformers' own flash attention.
+
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
 Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there, and
 where a model makes its mask: whole models compile, but not with fullgraph=True. A layer does, where a batch of 1 then needs
 cu_seq_lens_q and its kin.
 """
+
+from inspect import getclosurevars
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +63,8 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     Args:
         module: the layer; its is_causal holds where is_causal is None.
         query: (batch, num_heads, seqlen_q, head_dim); key: (batch, num_heads_kv, seqlen_k, head_dim); value: the same.
-        attention_mask: what `padding_mask` gave for the keys: (batch, at most seqlen_k), bool, or None.
+        attention_mask: what `padding_mask` gave for the keys: (batch, at most seqlen_k), bool, or None. What it knows of the
+            model's mask comes before is_causal, sliding_window and position_ids.
         sliding_window: a query sees itself and sliding_window - 1 keys before it (without causal also after it).
         s_aux: (num_heads,), sinks.
         The rest under transformers' names; further keyword arguments are of no concern to attention.
@@ -67,24 +75,24 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         if kwargs.get(name) is not None:
             raise UnsupportedError(explain(name, "None", f"shape {tuple(kwargs[name].shape)}",
                                            f'Use attn_implementation="sdpa" for {what}.'))  # fmt: skip
-    if is_causal is None and not hasattr(module, "is_causal"):
-        way_out = 'Set it on the module, or use attn_implementation="eager".'
-        raise UnsupportedError(explain("module", "an attribute is_causal", type(module).__name__, way_out))
+    shown = getattr(attention_mask, _SHOWN, None) or _shown_by_arguments(module, is_causal, sliding_window)
     q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
-    window = (None, None) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    options = dict(causal=module.is_causal if is_causal is None else is_causal, window=window, softmax_scale=scaling,
-                   softcap=softcap or 0.0, sinks=s_aux)  # fmt: skip
+    options = dict(causal=shown.causal, window=shown.window, softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
     training = dict(dropout_p=dropout, deterministic=bool(deterministic))
     remembers = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
     if attention_mask is not None:
         # A static cache is longer than what it holds
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
-        padding = _padding(attention_mask)
-        if padding.left is not None and not remembers and not dropout:
-            return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options), None
-        return _attend_without_padding(q, k, v, padding, options | training), None
-    if cu_seq_lens_q is None and position_ids is not None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
-        cu_seq_lens_q, max_length_q = _packing(position_ids)
+        padding = _padding(attention_mask) if shown.padded else None
+        if padding is not None and not padding.is_none:
+            if padding.left is not None and not remembers and not dropout:
+                return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options), None
+            return _attend_without_padding(q, k, v, padding, options | training), None
+    if cu_seq_lens_q is None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
+        cu_seq_lens_q, max_length_q = shown.packing
+        # Those of three dims are places in images: they may begin anew in one sequence
+        if cu_seq_lens_q is None and position_ids is not None and position_ids.shape == q.shape[:2]:
+            cu_seq_lens_q, max_length_q = _packing(position_ids)
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
     if cu_seq_lens_q is not None:
         lengths = {"cu_seqlens_q": cu_seq_lens_q.int(), "cu_seqlens_k": cu_seq_lens_k.int(),
@@ -98,12 +106,14 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
                  device="cpu", **kwargs):  # fmt: skip
-    """What transformers calls once a forward pass for `attention`'s mask: (batch, keys), True for tokens, or None.
+    """What transformers calls once a forward pass for `attention`'s mask: (batch, keys), True for tokens.
+
+    In a graph None where there is no padding: a graph can't keep what else is known of a mask.
 
     Raises:
         UnsupportedError: a mask that is not (batch, seqlen), or a mask_function that hides something else.
     """
-    parts = {"causal_mask_function"} if mask_function is None else _parts(mask_function)
+    parts = {"causal_mask_function": {}} if mask_function is None else _parts(mask_function)
     _refuse_masks(parts, batch_size, kv_length + kv_offset, kwargs.get("local_size"))
     # Keys of an encoder are all there; of a static cache those up to the last query
     seen = int(q_offset) + q_length - kv_offset if "causal_mask_function" in parts else kv_length
@@ -111,32 +121,80 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         if attention_mask.dim() != 2:
             raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
                                            'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
-        attention_mask = attention_mask[:, kv_offset : kv_offset + min(seen, kv_length)]
-        return None if attention_mask.shape[1] == kv_length and attention_mask.all() else attention_mask
-    if seen < kv_length:
-        # A static cache that is not full
-        return torch.ones(batch_size, seen, dtype=torch.bool, device=device)
-    return None
+        mask = attention_mask[:, kv_offset : kv_offset + min(seen, kv_length)]
+        padded = not mask.all()
+    else:
+        # A static cache may not be full
+        mask, padded = torch.ones(batch_size, min(seen, kv_length), dtype=torch.bool, device=device), False
+    if torch.compiler.is_compiling():
+        return mask if padded or mask.shape[1] < kv_length else None
+    setattr(mask, _SHOWN, _Shown("causal_mask_function" in parts, _window(parts), padded, _packing_of_mask(parts)))
+    return mask
 
 
-# What attention knows by itself: causal and windows by its arguments, packed sequences by position_ids
+class _Shown(NamedTuple):
+    """What a mask shows. packing: (cu_seqlens, longest) of packed sequences, or (None, None)."""
+
+    causal: bool
+    window: tuple
+    padded: bool
+    packing: tuple
+
+
+# The attribute of a mask of `padding_mask` that has its _Shown
+_SHOWN = "_flashtile_shown"
+
+
+def _shown_by_arguments(module, is_causal, sliding_window):
+    if is_causal is None and not hasattr(module, "is_causal"):
+        way_out = 'Set it on the module, or use attn_implementation="eager".'
+        raise UnsupportedError(explain("module", "an attribute is_causal", type(module).__name__, way_out))
+    window = (None, None) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+    return _Shown(module.is_causal if is_causal is None else is_causal, window, True, (None, None))
+
+
+def _window(parts):
+    """(left, right) of the windows of a mask, which count a query itself, or none does."""
+    left, right = None, None
+    if "sliding_window_overlay" in parts:
+        left = parts["sliding_window_overlay"]["sliding_window"] - 1
+    if "sliding_window_bidirectional_overlay" in parts:
+        right = parts["sliding_window_bidirectional_overlay"]["sliding_window"]
+        left = right if left is None else min(left, right)
+    return left, right
+
+
+def _packing_of_mask(parts):
+    if "packed_sequence_mask_function" not in parts:
+        return None, None
+    numbers = parts["packed_sequence_mask_function"]["packed_sequence_mask"].flatten()
+    return _cu_seqlens((numbers.diff() != 0).nonzero().flatten() + 1, len(numbers))
+
+
+# What attention does without looking at a mask
 _KNOWN_MASKS = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay",
                 "sliding_window_bidirectional_overlay", "packed_sequence_mask_function"}  # fmt: skip
 
 
 @torch.compiler.disable(reason="flashtile looks for the functions that a model's mask is made of, which a graph can't")
 def _parts(mask_function):
-    """The names of the functions of transformers.masking_utils that made a mask_function; "or_masks" where it is a union."""
+    """What the functions of transformers.masking_utils that made a mask_function were given, by their names.
+
+    "or_masks" is one of them where it is a union.
+    """
     name = getattr(mask_function, "__qualname__", type(mask_function).__name__).split(".")[0]
+    given = getclosurevars(mask_function).nonlocals if hasattr(mask_function, "__closure__") else {}
     if name not in ("and_masks", "or_masks"):
-        return {name}
-    (cell,) = mask_function.__closure__
-    return set().union(*map(_parts, cell.cell_contents), () if name == "and_masks" else (name,))
+        return {name: given}
+    found = {} if name == "and_masks" else {name: given}
+    for function in given["mask_functions"]:
+        found |= _parts(function)
+    return found
 
 
 def _refuse_masks(parts, batch_size, stop, local_size):
     """Refuse what attention would not hide or show. stop: where keys end; local_size: size of a chunk."""
-    unknown = parts - _KNOWN_MASKS
+    unknown = parts.keys() - _KNOWN_MASKS
     if local_size is not None and stop <= local_size:
         # One chunk
         unknown -= {"chunked_overlay"}
@@ -159,6 +217,7 @@ class _Padding:
         left = mask.shape[1] - lengths
         is_left = (torch.arange(mask.shape[1], device=mask.device) >= left[:, None]) == mask
         self.left = left if bool(is_left.all()) else None
+        self.is_none = self.left is not None and not bool(left.any())
         self.rows = {}
 
     def of(self, length):
@@ -204,10 +263,15 @@ def _packing(position_ids):
 def _packing_of(position_ids):
     positions = position_ids.flatten()
     starts = (positions.diff() != 1).nonzero().flatten() + 1
+    return _cu_seqlens(starts, len(positions))
+
+
+def _cu_seqlens(starts, total):
+    """(cu_seqlens, longest) of sequences that begin at 0 and at starts; (None, None) for one."""
     if not len(starts):
         return None, None
     cu_seqlens = F.pad(starts, (1, 1))
-    cu_seqlens[-1] = len(positions)
+    cu_seqlens[-1] = total
     return cu_seqlens.int(), int(cu_seqlens.diff().max())
 
 
