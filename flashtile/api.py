@@ -157,5 +157,6 @@ def combine(out_partial, lse_partial, *, out_dtype=None):
         0 and lse -inf. No gradients.
     Raises:
         ShapeError, DtypeError, DeviceError: which argument, what was expected, what came.
+        UnsupportedError: a tensor requires a gradient.
     """
     return kvcache_ops.combine(out_partial, lse_partial, out_dtype)

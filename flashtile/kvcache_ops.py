@@ -169,5 +169,5 @@ def _combine_fake(out_partial, lse_partial, out_dtype):
 
 def combine(out_partial, lse_partial, out_dtype):
     """`flashtile.combine`."""
-    check_combine(out_partial, lse_partial)
+    check_combine(out_partial, lse_partial, out_dtype)
     return torch.ops.flashtile.combine.default(out_partial, lse_partial, out_dtype or out_partial.dtype)

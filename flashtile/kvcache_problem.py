@@ -13,13 +13,14 @@ import torch
 from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 from flashtile.problem import (
     DTYPES,
-    HEAD_DIM_MULTIPLE,
     INT32_MAX,
     MAX_HEAD_DIM,
     AttentionProblem,
     CallShape,
     check_cu_seqlens_values,
+    check_head_dims,
     check_index,
+    check_no_gradients,
     check_per_head,
     checked_window,
     is_unaligned,
@@ -270,9 +271,7 @@ def check_cache_arguments(operands, options):
         for name in ("rotary_cos", "rotary_seqlens", "cu_seqlens_k_new"):
             if getattr(operands, name) is not None:
                 raise ShapeError(explain("k", f"new keys and values beside {name}", None, "Leave both out, or pass k and v."))
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands):
-        raise UnsupportedError(explain("attention_with_kvcache", "tensors without gradients", "requires_grad=True",
-                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+    check_no_gradients("attention_with_kvcache", operands)
 
 
 def rows_apart(x) -> int | None:
@@ -332,10 +331,7 @@ def _check_head_dims(q, k_cache, v_cache) -> None:
     heads, heads_kv = q.shape[-2], k_cache.shape[-2]
     if heads == 0 or heads_kv == 0 or heads % heads_kv != 0:
         raise ShapeError(explain("q", "heads that are a multiple of the heads of the cache", f"{heads} and {heads_kv}"))
-    for name, x in (("q", q), ("v_cache", v_cache)):
-        dim = x.shape[-1]
-        if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
-            raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}"))
+    check_head_dims(q=q.shape[-1], v_cache=v_cache.shape[-1])
 
 
 def _check_cache(operands, batch) -> int:
@@ -482,7 +478,7 @@ def _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, wind
                                               f"{operands.rotary_cos.shape[0]} rows"))  # fmt: skip
 
 
-def check_combine(out_partial, lse_partial) -> None:
+def check_combine(out_partial, lse_partial, out_dtype) -> None:
     """Check the arguments of `flashtile.combine`."""
     for name, x, rank in (("out_partial", out_partial, 5), ("lse_partial", lse_partial, 4)):
         if not isinstance(x, torch.Tensor):
@@ -499,6 +495,9 @@ def check_combine(out_partial, lse_partial) -> None:
     splits, batch, seqlen_q, heads, dim = out_partial.shape
     if lse_partial.shape != (splits, batch, heads, seqlen_q):
         raise ShapeError(explain("lse_partial", f"shape {(splits, batch, heads, seqlen_q)}", _shape(lse_partial)))
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise DtypeError(explain("out_dtype", "a floating dtype, or None for that of out_partial", out_dtype))
+    check_no_gradients("combine", (out_partial, lse_partial))
     if not 0 < dim <= 2 * MAX_HEAD_DIM:
         raise ShapeError(explain("out_partial", f"a last dim of 1 to {2 * MAX_HEAD_DIM}", dim))
     if out_partial.stride(-1) != 1 and dim > 1:

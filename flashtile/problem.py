@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from flashtile import settings
 from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
@@ -243,10 +244,25 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
                 raise DtypeError(explain(name, "an int", type(value).__name__, way_out))
 
 
+def check_no_gradients(function, tensors) -> None:
+    """Refuse what asks for derivatives of a function that has none."""
+    tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise UnsupportedError(explain(function, "tensors without gradients", "requires_grad=True",
+                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(explain(function, "tensors without tangents", "a dual tensor", "It has no derivatives."))
+
+
 def is_unaligned(x) -> bool:
-    """Whether rows begin elsewhere than at multiples of 16 bytes. A traced tensor has no address: its strides must do."""
+    """Whether rows begin elsewhere than at multiples of 16 bytes. What is traced or transformed has no address, but strides."""
     elements = 16 // x.element_size()
-    has_address = not torch.compiler.is_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
+    has_address = (
+        not torch.compiler.is_compiling() and type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )  # fmt: skip
     return any(stride % elements != 0 for stride in x.stride()[:-1]) or has_address and x.data_ptr() % 16 != 0
 
 
@@ -256,6 +272,10 @@ def _describe(tensor) -> str:
 
 def _check_qkv(q, k, v, varlen) -> None:
     """Rank, dtype, device, sizes and strides of q, k and v."""
+    if q.device.type not in ("cuda", "cpu", "meta"):
+        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    if q.dtype not in DTYPES:
+        raise DtypeError(explain("q", "dtype float16, bfloat16, float32 or float64", q.dtype, "Cast q, k and v."))
     rank, layout = (3, "(total, heads, dim)") if varlen else (4, "(batch, seqlen, heads, dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != rank:
@@ -270,10 +290,6 @@ def _check_qkv(q, k, v, varlen) -> None:
         if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
             raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
                                      f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
-    if q.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
-    if q.dtype not in DTYPES:
-        raise DtypeError(explain("q", "dtype float16, bfloat16, float32 or float64", q.dtype, "Cast q, k and v."))
     if not varlen:
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != q.shape[0]:
@@ -285,14 +301,17 @@ def _check_qkv(q, k, v, varlen) -> None:
         raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", f"{q.shape[-2]} and {k.shape[-2]}"))
-    check_head_dims(q.shape[-1], v.shape[-1])
+    check_head_dims(q=q.shape[-1], v=v.shape[-1])
 
 
-def check_head_dims(head_dim, head_dim_v) -> None:
-    for name, dim in (("q", head_dim), ("v", head_dim_v)):
+def check_head_dims(**dims) -> None:
+    """Head dims by the names of their tensors."""
+    for name, dim in dims.items():
         if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
             nearest = min(MAX_HEAD_DIM, max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE)
-            way_out = "" if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and pass softmax_scale."
+            way_out = f"Pad with zeros to {nearest} and pass softmax_scale."
+            if dim > MAX_HEAD_DIM:
+                way_out = "For wider heads use F.scaled_dot_product_attention."
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 

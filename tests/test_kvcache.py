@@ -111,6 +111,9 @@ def test_nothing_left_of_the_window_counts(seqlen_q, page_size, monkeypatch):
         options["block_table"][0, :3] = -1
     for tier in ("reference", "portable"):
         torch.testing.assert_close(_on(tier, monkeypatch, q, k_cache, v_cache, **options), expected)
+    if page_size:
+        options["block_table"][0, :3] = 2**31 - 1
+        torch.testing.assert_close(_on("reference", monkeypatch, q, k_cache, v_cache, **options), expected)
 
 
 @pytest.mark.parametrize("append", [False, True])
@@ -540,6 +543,27 @@ def test_combine_says_what_is_wrong():
         flashtile.combine(out, lse.half())
     with pytest.raises(ShapeError, match="out_partial: expected 5 dims"):
         flashtile.combine(out[0], lse)
+    with pytest.raises(DtypeError, match="out_dtype: expected a floating dtype"):
+        flashtile.combine(out, lse, out_dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="combine: expected tensors without gradients"):
+        flashtile.combine(out.clone().requires_grad_(), lse)
+
+
+def test_tangents_are_refused():
+    from torch.autograd import forward_ad
+
+    from flashtile.mla import mla_decode
+
+    q, caches = torch.randn(1, 1, 2, 16), torch.randn(2, 1, 8, 2, 16)
+    latent_q, latent = torch.randn(1, 1, 2, 576), torch.randn(1, 64, 1, 576)
+    with forward_ad.dual_level():
+        dual, latent_dual = (forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, latent_q))
+        with pytest.raises(UnsupportedError, match="attention_with_kvcache: expected tensors without tangents"):
+            flashtile.attention_with_kvcache(dual, *caches)
+        with pytest.raises(UnsupportedError, match="mla_decode: expected tensors without tangents"):
+            mla_decode(latent_dual, latent, block_table=int32(0).view(1, 1), cache_seqlens=int32(3))
+        with pytest.raises(UnsupportedError, match="combine: expected tensors without tangents"):
+            flashtile.combine(forward_ad.make_dual(caches[:, None, :, 0], caches[:, None, :, 0]), torch.zeros(2, 1, 2, 1))
 
 
 # Work

@@ -209,6 +209,16 @@ def test_compile_packed_with_a_longest_from_data():
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments), call(*arguments))
 
 
+def test_out_is_no_view():
+    """It may be detached, and written to where nothing needs it: as that of F.scaled_dot_product_attention."""
+    q = torch.randn(1, 5, 2, 16, requires_grad=True)
+    out = flashtile.attention(q, q, q)
+    out += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert not flashtile.attention(q, q, q).detach_().requires_grad
+
+
 def test_missing_tensor_of_a_packed_call_is_named():
     cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
     k = torch.randn(4, 2, 16)

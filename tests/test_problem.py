@@ -195,7 +195,10 @@ WRONG_CALLS = [
      "q: expected heads that are a multiple of the heads of k and v, got 4 and 0."),
     (lambda: describe(q=X[..., :12], k=X[..., :12]), ShapeError,
      "q: expected a head dim of 8 to 256 in steps of 8, got 12. Pad with zeros to 16 and pass softmax_scale."),
-    (lambda: describe(v=torch.zeros(2, 5, 4, 264)), ShapeError, "v: expected a head dim of 8 to 256 in steps of 8, got 264."),
+    (lambda: describe(q=torch.zeros(2, 5, 4, 16, dtype=torch.int64)), DtypeError,
+     "q: expected dtype float16, bfloat16, float32 or float64, got torch.int64. Cast q, k and v."),
+    (lambda: describe(v=torch.zeros(2, 5, 4, 264)), ShapeError,
+     "v: expected a head dim of 8 to 256 in steps of 8, got 264. For wider heads use F.scaled_dot_product_attention."),
     (huge, ShapeError, "batch * heads * seqlen: expected at most 34359738352, got 68719476736. Split the batch."),
     # Index tensors
     (lambda: describe_packed(cu_seqlens_q=None), ShapeError,

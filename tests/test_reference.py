@@ -340,3 +340,17 @@ def test_dropout_keeps_the_promised_share_and_depends_on_everything():
     assert not torch.equal(first[:, 0], first[:, 1])
     for other in (keep(seed=2), keep(seed=1 + 2**32), keep(offset=1), keep(batch=slice(1, 2))):
         assert abs(((first > 0) == (other > 0)).double().mean().item() - 0.625) < 0.01
+
+
+def test_transforms_of_the_definition():
+    """Where flashtile.attention has no derivatives of second order or forward mode, errors name it."""
+    q, k, v = torch.randn(3, 1, 3, 2, 8, dtype=torch.float64)
+
+    def loss(q):
+        return naive.attention(q, k, v, causal=True).square().sum()
+
+    gradient = torch.autograd.functional.jacobian(loss, q)
+    torch.testing.assert_close(torch.func.grad(loss)(q), gradient)
+    torch.testing.assert_close(torch.func.jvp(loss, (q,), (q,))[1], (gradient * q).sum())
+    assert torch.func.hessian(loss)(q).shape == (*q.shape, *q.shape)
+    torch.testing.assert_close(torch.func.vmap(loss)(torch.stack([q, 2 * q])), torch.stack([loss(q), loss(2 * q)]))

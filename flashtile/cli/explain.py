@@ -75,7 +75,7 @@ def _describe(case, device, compile_kernels, progress):
     from flashtile.problem import check_head_dims
 
     problem = case.problem()
-    check_head_dims(problem.head_dim, problem.head_dim_v)
+    check_head_dims(q=problem.head_dim, v=problem.head_dim_v)
     forward, backward = case.flops("fwd"), case.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
     yield from _work(f"{_giga(forward)} GFLOP forward, {_giga(backward)} backward", forward, num_bytes, problem, device)
@@ -148,7 +148,7 @@ def _describe_cache(case, device, compile_kernels, progress):
     from flashtile.problem import check_head_dims
 
     problem = case.cache_problem()
-    check_head_dims(problem.head_dim, problem.head_dim_v)
+    check_head_dims(q=problem.head_dim, v=problem.head_dim_v)
     lengths = [case.seqlen_k] * case.batch
     flops = problem.flops(lengths)
     yield from _work(f"{_giga(flops)} GFLOP", flops, problem.bytes_moved(lengths), problem, device)

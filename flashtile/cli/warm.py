@@ -72,7 +72,7 @@ def _compile(case, target, forward_only):
     from flashtile.cli.explain import find_target
     from flashtile.problem import check_head_dims
 
-    check_head_dims(case.head_dim, case.head_dim_v)
+    check_head_dims(q=case.head_dim, v=case.head_dim_v)
     begin = time.perf_counter()
     device, problem, tiers = find_target(target, hardware), case.problem(), []
     for direction in ("forward",) if forward_only else ("forward", "backward"):
@@ -92,7 +92,7 @@ def _compile_decode(case, target):
 
     if case.has_latent_dims:
         raise UsageError("target: expected none for a latent cache; its kernels are warmed on the GPU that they are for.")
-    check_head_dims(case.head_dim, case.head_dim_v)
+    check_head_dims(q=case.head_dim, v=case.head_dim_v)
     begin = time.perf_counter()
     device, problem = find_target(target, hardware), case.cache_problem()
     for each in (problem, replace(problem, seqlen_new=problem.seqlen_q)):

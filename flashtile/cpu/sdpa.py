@@ -53,7 +53,8 @@ def bind_backward(problem, configs):
 
 def _forward(problem, operands):
     """out, and an lse of nan: nobody asked for it."""
-    out = _sdpa(problem, *operands[:3]).contiguous()
+    # No view of what torch has made: users may write to it
+    out = _sdpa(problem, *operands[:3]).contiguous().detach()
     return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.promote_types(out.dtype, torch.float32))
 
 

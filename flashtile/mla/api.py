@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, explain
+from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
 from flashtile.mla.problem import HEAD_DIM_V, check_int32
-from flashtile.problem import autocast, is_autocast
+from flashtile.problem import autocast, check_no_gradients, is_autocast
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ def _check_tensors(**tensors) -> None:
 def _check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
     """What the op's schema would refuse without our words, and gradients, which nobody would compute."""
     _check_tensors(**tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
-        raise UnsupportedError(explain("mla_decode", "tensors without gradients", "requires_grad=True",
-                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
+    check_no_gradients("mla_decode", tensors.values())
     if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, (int, torch.SymInt)):
         raise DtypeError(explain("head_dim_v", "an int", repr(head_dim_v)))
     if not isinstance(causal, bool):

@@ -100,7 +100,9 @@ def rotate(x, operands, problem, position):
 
 def gather(cache, operands, b, begin, stop):
     """Rows begin to stop - 1 of sequence b, (seqlen_k, heads, dim), from a cache with pages or without."""
-    return cache[_places(torch.arange(begin, stop, device=cache.device), operands, b)]
+    rows, places = _places(torch.arange(begin, stop, device=cache.device), operands, b)
+    # A server may have freed what lies left of the window
+    return cache[rows.clamp(0, cache.shape[0] - 1), places]
 
 
 def combine(out_partial, lse_partial, out_dtype):
