@@ -384,7 +384,8 @@ def _refuse_transforms(operands):
     if torch.compiler.is_compiling():
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        way_out = "vmap: flatten the mapped dim into the batch; grad: call torch.autograd.grad."
+        way_out = ("vmap: flatten the mapped dim into the batch; grad: call torch.autograd.grad; "
+                   "else flashtile.reference.naive.attention.")  # fmt: skip
         raise UnsupportedError(explain("attention", "a call outside of torch.func's transforms",
                                        "a call inside of torch.func.vmap, grad or their kin", way_out))  # fmt: skip
     if forward_ad._current_level < 0:
