@@ -143,7 +143,30 @@ def page_cost(record, name) -> str:
     costs = [f"{us / row['us']['flashtile'] - 1:+.1%} with pages of {name.split()[-1]}" for name, us in row["us"].items()
              if name.startswith("flashtile page")]  # fmt: skip
     c = row["config"]
-    return f"- What pages cost here, batch {c['batch']}, {c['length']} tokens each: {', '.join(costs)} (the same record)."
+    return (f"- What pages cost a decode step here, batch {c['batch']}, {c['length']} tokens each: {', '.join(costs)} "
+            "(the same record).")  # fmt: skip
+
+
+@of_record("nvidia-h100/chunked-prefill.json")
+def prefill_page_cost(record, name) -> str:
+    """Time of chunks of prompts with pages over that without, by page size and head dim."""
+    times = {}
+    for row in record["results"]:
+        if row["backend"] == "flashtile" and row["status"] == "ok":
+            config = {key: str(value) for key, value in row["config"].items() if key != "page_size"}
+            times.setdefault(tuple(config.items()), {})[row["config"]["page_size"]] = row["stats"]["median"]
+    costs = {}
+    for config, by_page in times.items():
+        for size, ms in by_page.items():
+            if size:
+                costs.setdefault(size, {}).setdefault(int(dict(config)["headdim"]), []).append(ms / by_page[0] - 1)
+    words = []
+    for size, by_dim in sorted(costs.items()):
+        spans = [f"{' to '.join(f'{x:+.0%}' for x in sorted({min(each), max(each)}))} at head dim {dim}"
+                 for dim, each in sorted(by_dim.items())]  # fmt: skip
+        words.append(f"pages of {size} {', '.join(spans)}")
+    return (f"- What pages cost prefill on Hopper, over the time of a cache of rows: {'; '.join(words)}. "
+            f"{provenance(record, name)}")  # fmt: skip
 
 
 def mla() -> str:
@@ -442,6 +465,7 @@ TABLES = {
     "attention-counters": attention_counters,
     "decode": decode,
     "page-cost": page_cost,
+    "prefill-page-cost": prefill_page_cost,
     "mla": mla,
     "batch-scaling": batch_scaling,
     "paper": paper,

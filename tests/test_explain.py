@@ -75,7 +75,7 @@ def test_decode_on_a_cache(capsys):
     code, text = explain(capsys, *shape, "-b", "8", "--page-size", "7", "--seqlen-q", "300")
     assert code == 0 and "tokens are gathered from pages" in text
     code, text = explain(capsys, *shape[:-1], "40", "-b", "8", "--page-size", "7", "--seqlen-q", "300")
-    assert code == 0 and "not hopper: gathers tokens of head dims" in text and "each with all keys of 64 rows" in text
+    assert code == 0 and "not hopper: needs head dims that are multiples" in text and "each with all keys of 64 rows" in text
     assert main(["explain", "--mode", "bwd"]) == 2 and "expected fwd_bwd or decode" in capsys.readouterr().err
     assert main(["explain", *shape, "--varlen"]) == 2
     assert main(["warm", *shape[:2], "-d", "576-512", "--nheads-kv", "1", "--target", "H200"]) == 2

@@ -52,8 +52,8 @@ def _refuses_decode(problem, device) -> str | None:
     if problem.page_size and (problem.head_dim % 64 or problem.head_dim_v % 64):
         config = tiles.hopper_config(problem.as_packed(), device)
         if not tiles.page_rows(problem, config):
-            fits = f"pages of {tiles.LEAST_PAGE} slots and more that divide a tile of {config.tile_n}, or that it divides"
-            return f"gathers tokens of head dims that 64 divides; others need {fits}"
+            fits = f"a page size of at least {tiles.LEAST_PAGE} that divides, or is a multiple of, a tile of {config.tile_n}"
+            return f"needs head dims that are multiples of 64, or (without cache_leftpad) {fits}"
     return None
 
 
