@@ -109,8 +109,9 @@ def mla_decode(
         UnsupportedError: no tier takes the problem, or a tensor requires a gradient; lists each refusal.
     Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1; the shapes and the packed layout are FlashMLA's.
     """
-    _check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
-                 cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
+                cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    _check_gradients(q, kv_cache, sinks)
     if is_autocast(q):
         # The cache stays what it is
         packed = kv_cache.dtype in cache.DTYPES
@@ -130,18 +131,22 @@ def _check_tensors(**tensors) -> None:
             raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
 
 
-def _check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
-    """What the op's schema would refuse without our words, and gradients, which nobody would compute."""
+def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
+    """What the op's schema would refuse without our words."""
     _check_tensors(**tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
-        raise UnsupportedError(explain("mla_decode", "tensors without gradients", "requires_grad=True",
-                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
     if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, (int, torch.SymInt)):
         raise DtypeError(explain("head_dim_v", "an int", repr(head_dim_v)))
     if not isinstance(causal, bool):
         raise DtypeError(explain("causal", "True or False", repr(causal)))
     if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
         raise DtypeError(explain("softmax_scale", "a number", repr(softmax_scale), "Call .item() once, outside the loop."))
+
+
+def _check_gradients(*tensors) -> None:
+    """Of tensors that can require them: nobody would compute them."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise UnsupportedError(explain("mla_decode", "tensors without gradients", "requires_grad=True",
+                                       "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
 
 
 def _check_schedule(schedule, q, kv_cache, indices) -> None:
