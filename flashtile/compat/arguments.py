@@ -85,13 +85,18 @@ def detached(x):
     return x if x is None or not isinstance(x, torch.Tensor) or not x.requires_grad else x.detach()
 
 
-def unpacked(name, x, rank):
-    """The parts of a packed tensor, one for each letter of its name, which lie along its third dim from the end."""
+def check_packed(name, x, rank):
+    """A tensor of as many parts as its name has letters, which lie along its third dim from the end."""
     check_tensor(name, x)
     if x.dim() != rank or x.shape[-3] != len(name):
         layout = f"({LEADING[rank]}, {len(name)}, heads, dim)"
         raise ShapeError(explain(name, layout, f"shape {tuple(x.shape)}",
                                  f"Stack its parts: torch.stack([{', '.join(name)}], -3)."))  # fmt: skip
+
+
+def unpacked(name, x, rank):
+    """The parts of a packed tensor."""
+    check_packed(name, x, rank)
     return x.unbind(-3)
 
 
@@ -127,7 +132,7 @@ def as_int(x):
 
 
 def lengths_of(x):
-    """cache_seqlens: a tensor as it is, or one int for all."""
+    """A tensor as it is, or one int for all sequences."""
     return x if isinstance(x, torch.Tensor) else as_int(x)
 
 
