@@ -7,7 +7,7 @@ import torch
 
 from flashtile.compat.flash_attn import bert_padding
 from flashtile.compat.flash_attn.layers import rotary
-from flashtile.errors import ShapeError
+from flashtile.errors import DtypeError, ShapeError, ValueRangeError
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
 
@@ -168,3 +168,72 @@ def test_rotary_says_what_does_not_fit():
         rotary.apply_rotary_emb(x, torch.ones(5, 5), torch.ones(5, 5))
     with pytest.raises(ShapeError, match="sin: expected"):
         rotary.apply_rotary_emb(x, torch.ones(5, 4), torch.ones(5, 3))
+
+
+def rows(*shape):
+    return torch.zeros(shape)
+
+
+TABLES, CU_SEQLENS = (torch.ones(6, 4), torch.ones(6, 4)), torch.tensor([0, 5], dtype=torch.int32)
+WRONG = {
+    "kv of two dims of heads": (lambda: rotary.apply_rotary_emb_kv_(rows(2, 5, 2, 8), *TABLES), ShapeError,
+                                r"kv: expected \(batch, seqlen, 2, heads, dim\), got shape \(2, 5, 2, 8\)"),
+    "kv of three parts": (lambda: rotary.apply_rotary_emb_kv_(rows(2, 5, 3, 1, 8), *TABLES), ShapeError, "kv: expected"),
+    "qkv of two parts": (lambda: rotary.apply_rotary_emb_qkv_(rows(2, 5, 2, 1, 8), *TABLES), ShapeError,
+                         r"qkv: expected \(batch, seqlen, 3, heads, dim\)"),
+    "heads": (lambda: rotary.apply_rotary_emb_qkv_(rows(2, 5, 7, 8), *TABLES, num_heads_q=4), ShapeError,
+              r"qkv: expected num_heads_q \+ 2 \* num_heads_kv heads, num_heads_q being 4, got 7 heads"),
+    "ints": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8).int(), *TABLES), DtypeError,
+             "x: expected a floating dtype, got torch.int32"),
+    "ints of qkv": (lambda: rotary.apply_rotary_emb_qkv_(rows(2, 5, 3, 1, 8).int(), *TABLES), DtypeError,
+                    "qkv: expected a floating dtype"),
+    "ints of kv": (lambda: rotary.apply_rotary_emb_kv_(rows(2, 5, 2, 1, 8).int(), *TABLES), DtypeError, "kv: expected a float"),
+    "no tensor": (lambda: rotary.apply_rotary_emb([1.0], *TABLES), DtypeError, "x: expected a torch.Tensor, got list"),
+    "packed rows without their lengths": (lambda: rotary.apply_rotary_emb(rows(5, 2, 8), *TABLES), ShapeError,
+                                          r"x: expected \(batch, seqlen, heads, dim\), got shape \(5, 2, 8\)"),
+    "lengths": (lambda: rotary.apply_rotary_emb(rows(5, 1, 8), *TABLES, cu_seqlens=5), DtypeError,
+                "cu_seqlens: expected a torch.Tensor, got int"),
+    "three dims of cos": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), *(x[None] for x in TABLES)), ShapeError,
+                          r"cos: expected shape \(positions, rotary_dim / 2\), got shape \(1, 6, 4\)"),
+    "no sin": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), TABLES[0], None), DtypeError, "sin: expected a torch.Tensor"),
+    "cos_k alone": (lambda: rotary.apply_rotary_emb_qkv_(rows(2, 5, 3, 1, 8), *TABLES, cos_k=TABLES[0]), ShapeError,
+                    "sin_k: expected a tensor, since cos_k is given, got None. Pass both, or neither"),
+    "short cos_k": (lambda: rotary.apply_rotary_emb_qkv_(rows(2, 5, 3, 1, 8), *TABLES, *(x[:3] for x in TABLES)), ShapeError,
+                    r"cos_k: expected at least seqlen_offsets \+ seqlen = 5 rows, got 3"),
+    "negative": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), *TABLES, seqlen_offsets=-1), ValueRangeError,
+                 "seqlen_offsets: expected an int >= 0, got -1"),
+    "offsets of another batch": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), *TABLES, False, False, CU_SEQLENS[:1]),
+                                 ShapeError, r"seqlen_offsets: expected an int, or shape \(2,\), got shape \(1,\)"),
+    "offsets of a packed batch": (lambda: rotary.apply_rotary_emb(rows(5, 1, 8), *TABLES, False, False, CU_SEQLENS, CU_SEQLENS),
+                                  ShapeError, r"seqlen_offsets: expected an int, or shape \(1,\), got shape \(2,\)"),
+    "offsets that are no ints": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), *TABLES, seqlen_offsets=torch.zeros(2)),
+                                 DtypeError, "seqlen_offsets: expected dtype torch.int32 or torch.int64"),
+    "an offset that is no int": (lambda: rotary.apply_rotary_emb(rows(2, 5, 1, 8), *TABLES, seqlen_offsets=1.5), DtypeError,
+                                 "seqlen_offsets: expected an int or a tensor of ints, got 1.5"),
+    "offset of the module": (lambda: rotary.RotaryEmbedding(8)(rows(2, 5, 3, 1, 8), seqlen_offset=-1), ValueRangeError,
+                             "seqlen_offset: expected an int >= 0, got -1"),
+    "q of the module": (lambda: rotary.RotaryEmbedding(8)(rows(5, 1, 8), rows(2, 5, 2, 1, 8)), ShapeError,
+                        r"qkv: expected \(batch, seqlen, heads, dim\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rotary_of_wrong_arguments(name):
+    call, error, message = WRONG[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_refused_table_of_keys_leaves_the_queries():
+    qkv = torch.randn(2, 5, 3, 1, 8)
+    before = qkv.clone()
+    with pytest.raises(ShapeError, match="cos_k: expected at most 4 columns"):
+        rotary.apply_rotary_emb_qkv_(qkv, *TABLES, torch.ones(6, 5), torch.ones(6, 5))
+    assert torch.equal(qkv, before)
+
+
+def test_rows_before_the_tables_stay():
+    x, angles = torch.randn(1, 4, 1, 8), torch.rand(5, 4)
+    out = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([-2]))
+    assert torch.equal(out[:, :2], x[:, :2])
+    assert torch.equal(out[:, 2:], rotary.apply_rotary_emb(x[:, 2:], angles.cos(), angles.sin()))

@@ -70,6 +70,13 @@ def test_install_knows_two_names():
         compat.install(["xformers"])
 
 
+def test_install_takes_one_name():
+    code = "import flashtile.compat, sys; flashtile.compat.install('flash_attn'); import flash_attn; print(flash_attn.__name__)"
+    assert run(code) == "flashtile.compat.flash_attn"
+    with pytest.raises(UnsupportedError, match="install: expected flash_attn or flash_attn_interface, got 'xformers'"):
+        compat.install("xformers")
+
+
 def test_parts_of_other_distributions_stay(tmp_path):
     """flash_attn.cute comes without an __init__.py of flash_attn."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)

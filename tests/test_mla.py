@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths
@@ -445,6 +446,47 @@ def test_flash_mla_names():
         flash_mla.flash_mla_with_kvcache(*arguments, is_fp8_kvcache=True)
     with pytest.raises(flashtile.ShapeError, match="get_mla_metadata"):
         flash_mla.flash_mla_with_kvcache(*arguments[:-1], None)
+
+
+FLASH_MLA_WRONG = {
+    "q": (dict(q=None), flashtile.DtypeError, "^q: expected a torch.Tensor, got NoneType"),
+    "k_cache": (dict(k_cache=[1]), flashtile.DtypeError, "^k_cache: expected a torch.Tensor, got list"),
+    "rank of q": (dict(q=Q[0]), flashtile.ShapeError, "^q: expected 4 dims"),
+    "rank of k_cache": (dict(k_cache=CACHE[:, :, 0]), flashtile.ShapeError,
+                        r"^k_cache: expected 4 dims .* got shape \(3, 64, 576\). .*k_cache.unsqueeze\(2\)"),
+    "heads": (dict(k_cache=CACHE.expand(3, 64, 3, 576)), flashtile.ShapeError,
+              "^q: expected heads that are a multiple of those of k_cache, got 4 and 3"),
+    "sinks": (dict(attn_sink=[1.0]), flashtile.DtypeError, "^attn_sink: expected a torch.Tensor, got list"),
+    "shape of sinks": (dict(attn_sink=torch.zeros(3)), flashtile.ShapeError, r"^attn_sink: expected shape \(4,\)"),
+    "table": (dict(block_table=[[0]]), flashtile.DtypeError, "^block_table: expected a torch.Tensor, got list"),
+    "lengths": (dict(cache_seqlens=3), flashtile.DtypeError, "^cache_seqlens: expected a torch.Tensor, got int"),
+    "head_dim_v": (dict(head_dim_v=512.0), flashtile.DtypeError, "^head_dim_v: expected an int, got 512.0"),
+    "causal": (dict(causal="yes"), flashtile.DtypeError, "^causal: expected True or False, got 'yes'"),
+    "fp8": (dict(is_fp8_kvcache=1), flashtile.ShapeError, "^is_fp8_kvcache: expected False for a k_cache of torch.bfloat16"),
+}  # fmt: skip
+
+
+def flash_mla_call(**changes):
+    call = plain()
+    call["k_cache"] = call.pop("kv_cache")
+    named = {name: call[name] for name in ("q", "k_cache", "block_table", "cache_seqlens")}
+    metadata, _ = flash_mla.get_mla_metadata()
+    return flash_mla.flash_mla_with_kvcache(**{**named, "head_dim_v": 512, "tile_scheduler_metadata": metadata, **changes})
+
+
+@pytest.mark.parametrize("name", FLASH_MLA_WRONG)
+def test_flash_mla_wrong_arguments(name):
+    """By FlashMLA's names."""
+    changes, error, message = FLASH_MLA_WRONG[name]
+    with pytest.raises(error, match=message):
+        flash_mla_call(**changes)
+
+
+def test_flash_mla_takes_what_has_a_truth_value_and_numbers_of_numpy():
+    expected = flash_mla_call(softmax_scale=0.5)
+    for got in (flash_mla_call(softmax_scale=np.float32(0.5), head_dim_v=np.int64(512)),
+                flash_mla_call(softmax_scale=0.5, is_fp8_kvcache=None)):  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 def test_flash_mla_sparse_fp8():

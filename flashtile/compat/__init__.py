@@ -33,10 +33,11 @@ def install(names=tuple(INSTALLED)):
     flash_attn.cute stays importable beside it.
 
     Args:
-        names: which of the two.
+        names: which of the two, or one of them.
     Raises:
         UnsupportedError: a real package of that name is installed, or was imported already.
     """
+    names = (names,) if isinstance(names, str) else names
     for name in names:
         if name not in INSTALLED:
             raise UnsupportedError(explain("install", " or ".join(INSTALLED), repr(name)))

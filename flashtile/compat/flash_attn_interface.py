@@ -20,17 +20,35 @@ What differs, or means nothing here:
 import torch
 
 from flashtile import api, ops
-from flashtile.compat.flash_attn.flash_attn_interface import (
-    PROBS_BLOCK,
-    _as_int,
-    _contiguous,
-    _flat,
-    _prepared,
-    _sides,
+from flashtile.compat.arguments import (
+    as_int,
+    as_number,
+    check_rows,
+    check_tensor,
+    contiguous,
+    default_scale,
+    detached,
+    heads_of_packed,
+    lengths_of,
+    padded,
+    padded_rows,
+    renamed,
+    strided_rows,
 )
-from flashtile.errors import ShapeError, UnsupportedError, explain
-from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands
+from flashtile.compat.flash_attn.flash_attn_interface import PROBS_BLOCK, _flat, _sides
+from flashtile.errors import (
+    DeviceError,
+    DtypeError,
+    FlashtileError,
+    ShapeError,
+    UnsupportedError,
+    ValueRangeError,
+    explain,
+)
+from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands, check_index, is_autocast, values_readable
 
+# What flashtile calls the arguments of flash_attn_with_kvcache
+CACHE_NAMES = {"block_table": "page_table"}
 LATENT = "Multi-head latent attention over a cache is in flashtile.compat.flash_mla."
 
 
@@ -55,11 +73,12 @@ def flash_attn_func(
         out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse), lse
         (batch, num_heads, seqlen_q), fp32, natural log, -inf in rows without a visible key.
     Raises:
-        As `flashtile.attention`. UnsupportedError: descales, attention_chunk, a qv that does not fit.
+        As `flashtile.attention`. UnsupportedError: descales, attention_chunk, head_dim + head_dim_v over 256 with qv.
     """
     _refuse_fp8(q_descale, k_descale, v_descale)
-    options = _options(q, k.shape[1], softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
-    return _attend(Operands(*_with_qv(q, k, v, qv)), options, v.shape[-1], return_attn_probs)
+    operands = Operands(*_with_qv(q, k, v, qv))
+    options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
+    return _attend(operands, options, v.shape[-1], return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -78,13 +97,12 @@ def flash_attn_varlen_func(
     Returns:
         out (total_q, num_heads, head_dim_v); with return_attn_probs (out, lse), lse (num_heads, total_q), fp32.
     Raises:
-        As `flashtile.attention_varlen`. UnsupportedError: descales, attention_chunk, a qv that does not fit.
+        As `flashtile.attention_varlen`. UnsupportedError: as in `flash_attn_func`.
     """
     _refuse_fp8(q_descale, k_descale, v_descale)
-    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
-    options = _options(q, max_seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
-    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     operands = Operands(*_with_qv(q, k, v, qv), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
+    options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
     return _attend(operands, options, v.shape[-1], return_attn_probs)
 
 
@@ -99,16 +117,8 @@ def flash_attn_qkvpacked_func(
         num_heads_q: heads of q in the second form.
         The rest as in `flash_attn_func`.
     """
-    if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
-    elif num_heads_q is None:
-        raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it", tuple(qkv.shape)))
-    else:
-        num_heads_kv, rest = divmod(qkv.shape[2] - num_heads_q, 2)
-        if rest or num_heads_kv < 1:
-            raise ShapeError(explain("qkv", f"num_heads_q + 2 * num_heads_kv heads, num_heads_q being {num_heads_q}",
-                                     f"{qkv.shape[2]} heads"))  # fmt: skip
-        q, k, v = qkv.split([num_heads_q, num_heads_kv, num_heads_kv], 2)
+    heads = heads_of_packed(qkv, num_heads_q)
+    q, k, v = qkv.unbind(2) if heads is None else qkv.split([heads[0], heads[1], heads[1]], 2)
     return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
                            softcap, deterministic=deterministic, return_attn_probs=return_attn_probs)  # fmt: skip
 
@@ -127,7 +137,7 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), or pages (num_pages, page_size, num_heads_kv, head_dim)
             with page_table; v_cache: the same with head_dim_v. Head dims are multiples of 8.
         page_table: (batch, pages of a sequence), int32; with cache_batch_idx (batch_cache, pages of a sequence), of which it
-            picks rows.
+            picks rows; without FLASHTILE_DEBUG=1 a row that a GPU's table does not have is the nearest one.
         qv: must be None.
         The rest as in `flashtile.attention_with_kvcache`.
     Returns:
@@ -137,19 +147,24 @@ def flash_attn_with_kvcache(
     """
     _refuse_chunk(attention_chunk)
     if qv is not None:
-        raise UnsupportedError(explain("qv", "None", f"shape {tuple(qv.shape)}", LATENT))
+        raise UnsupportedError(explain("qv", "None", type(qv).__name__, LATENT))
+    check_rows(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    # Caches as they are, without a contiguous last dim refused: what is appended to a copy would be lost
-    result = api.attention_with_kvcache(
-        _contiguous(q), k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens,
-        block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=_as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_seqlens=None if rotary_cos is None else rotary_seqlens, rotary_interleaved=bool(rotary_interleaved),
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=bool(causal),
-        window=_window(window_size), softmax_scale=softmax_scale,
-        softcap=softcap, num_splits=num_splits, return_lse=bool(return_softmax_lse),
-    )  # fmt: skip
+        page_table, cache_batch_idx = _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q), None
+    try:
+        # Caches as they are, without a contiguous last dim refused: what is appended to a copy would be lost
+        result = api.attention_with_kvcache(
+            contiguous(q), k_cache, v_cache, k=k, v=v, cache_seqlens=lengths_of(cache_seqlens),
+            block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=detached(rotary_cos),
+            rotary_sin=detached(rotary_sin), rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
+            rotary_interleaved=bool(rotary_interleaved), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            causal=bool(causal), window=_window(window_size), softmax_scale=as_number(softmax_scale),
+            softcap=as_number(softcap), num_splits=as_int(num_splits), return_lse=bool(return_softmax_lse),
+        )  # fmt: skip
+    except FlashtileError as error:
+        raise renamed(error, CACHE_NAMES) from None
     return (*result, *_no_parts(q)) if return_softmax_lse else result
 
 
@@ -163,7 +178,10 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     Returns:
         (out, lse (batch, seqlen_q, num_heads)).
     """
-    merged, lse = api.combine(out_partial, lse_partial.transpose(2, 3), out_dtype=out_dtype)
+    check_tensor("lse_partial", lse_partial)
+    # What has other dims is refused there
+    lse_partial = lse_partial.transpose(2, 3) if lse_partial.dim() == 4 else lse_partial
+    merged, lse = api.combine(out_partial, lse_partial, out_dtype=out_dtype)
     return merged if out is None else out.copy_(merged), lse.transpose(1, 2)
 
 
@@ -221,15 +239,12 @@ def _flash_attn_backward(
     Returns:
         rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128) or (num_heads, total_q rounded up to 128).
     """
-    packed = cu_seqlens_q is not None
-    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
-    options = _options(q, max_seqlen_k if packed else k.shape[1], softmax_scale, is_causal, None,
-                       (window_size_left, window_size_right), 0, softcap, deterministic)  # fmt: skip
-    if packed:
-        options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+    operands = Operands(*strided_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
+    options = _options(q, softmax_scale, is_causal, None, (window_size_left, window_size_right), 0, softcap, deterministic)
+    if cu_seqlens_q is not None:
+        options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
     with torch.no_grad():
-        results = ops.backward_op(_contiguous(dout), None, _contiguous(out), softmax_lse.contiguous(), *operands,
+        results = ops.backward_op(contiguous(dout), None, contiguous(out), softmax_lse.contiguous(), *operands,
                                   *_flat(options))  # fmt: skip
         for wanted, result in zip((dq, dk, dv), results):
             if wanted is not None:
@@ -243,23 +258,59 @@ def _window(window_size):
     return tuple(None if side < 0 else min(side, INT32_MAX) for side in _sides(window_size))
 
 
-def _options(q, seqlen_k, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):
+def _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):
     """FlashAttention 3's options in flashtile's words."""
     _refuse_chunk(attention_chunk)
     if softmax_scale is None:
-        softmax_scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5
-    return dict(causal=bool(causal), window=_window(window_size), softmax_scale=softmax_scale, softcap=softcap,
-                dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
+        softmax_scale = default_scale(q.shape[-1] + (0 if qv is None else qv.shape[-1]))
+    return dict(causal=bool(causal), window=_window(window_size), softmax_scale=as_number(softmax_scale),
+                softcap=as_number(softcap), dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
 
 
 def _with_qv(q, k, v, qv):
     """q, k and v as they go into a call: q kᵀ + qv vᵀ is one product of longer rows."""
-    if qv is not None:
-        if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
-            expected = f"head_dim + head_dim_v of at most {MAX_HEAD_DIM}"
-            raise UnsupportedError(explain("qv", expected, f"{q.shape[-1]} + {v.shape[-1]}", LATENT))
-        q, k = torch.cat([q, qv], -1), torch.cat([k, v], -1)
-    return tuple(map(_prepared, (q, k, v)))
+    if qv is None:
+        return padded_rows(q, k, v)
+    check_rows(q, k, v)
+    check_tensor("qv", qv)
+    if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
+        expected = f"head_dim + head_dim_v of at most {MAX_HEAD_DIM}"
+        raise UnsupportedError(explain("qv", expected, f"{q.shape[-1]} + {v.shape[-1]}", LATENT))
+    _check_joined(q, k, v, qv)
+    return padded(torch.cat([q, qv], -1)), padded(torch.cat([k, v], -1)), padded(v)
+
+
+def _check_joined(q, k, v, qv):
+    """What torch.cat would refuse in words of its own, or promote."""
+    for name, x in (("k", k), ("v", v), ("qv", qv)):
+        if x.device != q.device:
+            raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+        if x.dtype != q.dtype and not is_autocast(q):
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
+    for name, x, of, shape in (("k", k, "v and the head_dim of q", (*v.shape[:-1], q.shape[-1])),
+                               ("qv", qv, "q and the head_dim of v", (*q.shape[:-1], v.shape[-1]))):  # fmt: skip
+        if x.shape != shape:
+            expected = f"all but the last dim of {of}, {tuple(shape)}"
+            raise ShapeError(explain(name, expected, f"shape {tuple(x.shape)}"))
+
+
+def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
+    """Rows of page_table; one out of range is the nearest one, where it is not refused."""
+    for name, x in (("page_table", page_table), ("cache_batch_idx", cache_batch_idx), ("cu_seqlens_q", cu_seqlens_q)):
+        if x is not None:
+            check_tensor(name, x)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    check_index("cache_batch_idx", cache_batch_idx, q.device, batch)
+    if page_table.dim() != 2 or page_table.device != q.device:
+        # Refused with all other tables
+        return page_table
+    if page_table.shape[0] == 0:
+        raise ShapeError(explain("page_table", "at least one row, which cache_batch_idx names", f"{tuple(page_table.shape)}"))
+    last = page_table.shape[0] - 1
+    for b, row in enumerate(cache_batch_idx.tolist() if values_readable(q) else ()):
+        if not 0 <= row <= last:
+            raise ValueRangeError(explain(f"cache_batch_idx[{b}]", f"0 to {last}", row))
+    return page_table[cache_batch_idx.clamp(0, last)]
 
 
 def _attend(operands, options, head_dim_v, return_lse):

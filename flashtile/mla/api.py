@@ -109,8 +109,9 @@ def mla_decode(
         UnsupportedError: no tier takes the problem, or a tensor requires a gradient; lists each refusal.
     Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1; the shapes and the packed layout are FlashMLA's.
     """
-    _check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
-                 cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
+                cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
+    check_no_gradients("mla_decode", (q, kv_cache, sinks))
     if is_autocast(q):
         # The cache stays what it is
         packed = kv_cache.dtype in cache.DTYPES
@@ -130,10 +131,9 @@ def _check_tensors(**tensors) -> None:
             raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
 
 
-def _check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
-    """What the op's schema would refuse without our words, and gradients, which nobody would compute."""
+def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
+    """What the op's schema would refuse without our words."""
     _check_tensors(**tensors)
-    check_no_gradients("mla_decode", tensors.values())
     if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, (int, torch.SymInt)):
         raise DtypeError(explain("head_dim_v", "an int", repr(head_dim_v)))
     if not isinstance(causal, bool):

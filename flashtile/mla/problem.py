@@ -71,7 +71,7 @@ class MlaProblem:
             ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came.
         """
         q, kv_cache = operands.q, operands.kv_cache
-        fp8 = _check_tensors(q, kv_cache)
+        fp8 = check_queries_and_cache(q, kv_cache)
         sparse = operands.indices is not None
         batch, seqlen_q, num_heads, head_dim = q.shape
         num_pages, page_size, num_heads_kv = kv_cache.shape[:3]
@@ -149,7 +149,7 @@ def _shape(x) -> str:
     return f"shape {tuple(x.shape)}"
 
 
-def _check_tensors(q, kv_cache) -> bool:
+def check_queries_and_cache(q, kv_cache) -> bool:
     """q and kv_cache; returns whether the cache is packed."""
     if q.dim() != 4:
         raise ShapeError(explain("q", "4 dims (batch, seqlen_q, heads, head_dim)", _shape(q)))

@@ -9,7 +9,8 @@ What its conventions are, where they are not flashtile's own:
 - A tensor whose last dim is not contiguous is copied.
 - return_attn_probs=True returns (out, lse, S_dmask). A row without a visible key has lse +inf. S_dmask is an empty tensor
   without dropout; with it, see `dropped_scores`.
-- max_seqlen_q, max_seqlen_k and the two sides of window_size may be tensors; reading one waits for its device.
+- max_seqlen_q, max_seqlen_k and the two sides of window_size may be tensors; reading one waits for its device. Numbers may be
+  numpy's.
 
 What differs, because flash_attn is narrower there or its answer is an artefact of its kernels:
 
@@ -29,8 +30,25 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import api, ops
-from flashtile.errors import DtypeError, UnsupportedError, explain
-from flashtile.problem import HEAD_DIM_MULTIPLE, INT32_MAX, AttentionProblem, Operands
+from flashtile.compat.arguments import (
+    as_int,
+    as_number,
+    check_head_dims,
+    check_rows,
+    check_tensor,
+    contiguous,
+    default_scale,
+    detached,
+    lengths_of,
+    needs_padding,
+    padded,
+    padded_rows,
+    renamed,
+    strided_rows,
+    unpacked,
+)
+from flashtile.errors import DtypeError, FlashtileError, UnsupportedError, explain
+from flashtile.problem import INT32_MAX, AttentionProblem, Operands
 from flashtile.reference.dropout import keep_scale
 from flashtile.reference.lengths import sequences
 from flashtile.reference.scores import logits
@@ -38,6 +56,10 @@ from flashtile.reference.softmax import pivot
 
 # flash_attn's switch for its kernels on AMD GPUs
 USE_TRITON_ROCM = False
+# flashtile's names of arguments, and those of a packed call over pages, and of one with all in one tensor
+PAGED_NAMES = {"k_cache": "k", "v_cache": "v", "cache_leftpad": "leftpad_k"}
+PACKED_NAMES = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
+                "max_seqlen_k": "max_seqlen"}  # fmt: skip
 # Rows and columns of S_dmask are padded to a multiple of this, and so many columns share a running maximum.
 PROBS_BLOCK = 128
 
@@ -65,15 +87,15 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     Raises:
         As `flashtile.attention`.
     """
+    operands = Operands(*padded_rows(q, k, v), alibi_slopes=detached(alibi_slopes))
     options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    operands = Operands(*map(_prepared, (q, k, v)), alibi_slopes=_detached(alibi_slopes))
     return _attend(operands, options, v.shape[-1], return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                              alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     """`flash_attn_func` with k and v in one tensor, kv (batch, seqlen_k, 2, num_heads_kv, head_dim)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, 5)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                            return_attn_probs)  # fmt: skip
 
@@ -81,7 +103,7 @@ def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=Fa
 def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                               alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     """`flash_attn_func` with q, k and v in one tensor, qkv (batch, seqlen, 3, num_heads, head_dim)."""
-    q, k, v = qkv.unbind(-3)
+    q, k, v = unpacked("qkv", qkv, 5)
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
                            return_attn_probs)  # fmt: skip
 
@@ -105,15 +127,15 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     Raises:
         As `flashtile.attention_varlen`, with block_table as `flashtile.attention_with_kvcache`.
     """
-    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = as_int(max_seqlen_q), as_int(max_seqlen_k)
     if block_table is not None:
         out, lse, empty, _ = _flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             *_sides(window_size), softcap, alibi_slopes, block_table=block_table,
         )  # fmt: skip
         return (out, lse, empty) if return_attn_probs else out
+    operands = Operands(*padded_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes=detached(alibi_slopes))
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    operands = Operands(*map(_prepared, (q, k, v)), cu_seqlens_q, cu_seqlens_k, alibi_slopes=_detached(alibi_slopes))
     return _attend(operands, options | {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, v.shape[-1],
                    return_attn_probs)  # fmt: skip
 
@@ -122,7 +144,7 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
                                     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                                     deterministic=False, return_attn_probs=False):  # fmt: skip
     """`flash_attn_varlen_func` with k and v in one tensor, kv (total_k, 2, num_heads_kv, head_dim)."""
-    k, v = kv.unbind(-3)
+    k, v = unpacked("kv", kv, 4)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
                                   causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
 
@@ -131,9 +153,12 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                                      window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                                      return_attn_probs=False):  # fmt: skip
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv (total, 3, num_heads, head_dim), and the same lengths."""
-    q, k, v = qkv.unbind(-3)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-                                  window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+    q, k, v = unpacked("qkv", qkv, 4)
+    try:
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+                                      window_size, softcap, alibi_slopes, deterministic, return_attn_probs)  # fmt: skip
+    except FlashtileError as error:
+        raise renamed(error, PACKED_NAMES) from None
 
 
 def flash_attn_with_kvcache(
@@ -159,12 +184,12 @@ def flash_attn_with_kvcache(
     Raises:
         As `flashtile.attention_with_kvcache`.
     """
-    capacity = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[1]
     return _with_cache(
-        q, k_cache, v_cache, capacity, window_size, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        softmax_scale=softmax_scale, causal=causal, softcap=softcap, rotary_interleaved=bool(rotary_interleaved),
-        alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=return_softmax_lse,
+        q, k_cache, v_cache, None, window_size, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        cache_seqlens=lengths_of(cache_seqlens), cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+        rotary_interleaved=bool(rotary_interleaved), alibi_slopes=alibi_slopes, num_splits=num_splits,
+        return_lse=return_softmax_lse,
     )  # fmt: skip
 
 
@@ -178,8 +203,9 @@ def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_l
     Returns:
         (out, lse (batch, num_heads, seqlen_q), S_dmask or an empty tensor, rng_state int64 (2,)).
     """
+    operands = Operands(*strided_rows(q, k, v), alibi_slopes=alibi_slopes)
     options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    return _forward(Operands(*map(_contiguous, (q, k, v)), alibi_slopes=alibi_slopes), options, return_softmax)
+    return _forward(operands, options, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -195,21 +221,27 @@ def _flash_attn_varlen_forward(
         num_splits: into how many parts keys in pages are cut; else nothing.
         zero_tensors: rows of no sequence are always 0.
     """
-    max_seqlen_q, max_seqlen_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
+    max_seqlen_q, max_seqlen_k = as_int(max_seqlen_q), as_int(max_seqlen_k)
     window_size = window_size_left, window_size_right
     if block_table is not None or leftpad_k is not None:
         if dropout_p:
             raise UnsupportedError(explain("block_table", "dropout_p == 0 beside it", f"dropout_p = {dropout_p}"))
-        out, lse = _with_cache(
-            q, k, v, max_seqlen_k, window_size, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-            cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k, block_table=block_table,
-            cache_leftpad=leftpad_k, softmax_scale=softmax_scale, causal=causal, softcap=softcap, alibi_slopes=alibi_slopes,
-            num_splits=num_splits, return_lse=True,
-        )  # fmt: skip
+        if seqused_k is None:
+            check_tensor("cu_seqlens_k", cu_seqlens_k)
+        names = PAGED_NAMES | {"cache_seqlens": "cu_seqlens_k.diff()" if seqused_k is None else "seqused_k"}
+        try:
+            out, lse = _with_cache(
+                q, k, v, max_seqlen_k, window_size, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+                cache_seqlens=cu_seqlens_k.diff() if seqused_k is None else seqused_k, block_table=block_table,
+                cache_leftpad=leftpad_k, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+                alibi_slopes=alibi_slopes, num_splits=num_splits, return_lse=True,
+            )  # fmt: skip
+        except FlashtileError as error:
+            raise renamed(error, names) from None
         return out, lse, out.new_empty((0,)), out.new_zeros((2,), dtype=torch.int64)
+    operands = Operands(*strided_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes)
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap)
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes)
     return _forward(operands, options, return_softmax)
 
 
@@ -227,9 +259,9 @@ def _flash_attn_backward(
     Returns:
         rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128).
     """
+    operands = Operands(*strided_rows(q, k, v), alibi_slopes=alibi_slopes, rng_state=rng_state)
     options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
                        deterministic)  # fmt: skip
-    operands = Operands(*map(_contiguous, (q, k, v)), alibi_slopes=alibi_slopes, rng_state=rng_state)
     row_sums = _backward(operands, options, dout, out, softmax_lse, (dq, dk, dv)).transpose(1, 2)
     return F.pad(row_sums, (0, -row_sums.shape[-1] % PROBS_BLOCK))
 
@@ -241,11 +273,11 @@ def _flash_attn_varlen_backward(
 ):  # fmt: skip
     """`_flash_attn_backward` on packed sequences; lse (num_heads, total_q), and returns (num_heads, total_q + 128 * batch), of
     which the first total_q columns are rowsum(dout * out) and the rest 0."""
+    operands = Operands(*strided_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, rng_state=rng_state)
+    max_seqlen_q, max_seqlen_k = as_int(max_seqlen_q), as_int(max_seqlen_k)
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
                        deterministic)  # fmt: skip
-    options |= {"max_seqlen_q": _as_int(max_seqlen_q), "max_seqlen_k": _as_int(max_seqlen_k)}
-    operands = Operands(*map(_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes,
-                        rng_state=rng_state)  # fmt: skip
+    options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     row_sums = _backward(operands, options, dout, out, softmax_lse, (dq, dk, dv)).transpose(0, 1)
     return F.pad(row_sums, (0, PROBS_BLOCK * (cu_seqlens_q.shape[0] - 1)))
 
@@ -288,17 +320,28 @@ def dropped_scores(operands, problem):
     return result
 
 
-def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, softmax_scale, causal, return_lse, **options):
-    """A call on a cache; one with a head dim that must be padded goes over a copy, and what it appends is copied back."""
-    q, k_cache, v_cache, k, v = (None if x is None else x.detach() for x in (q, k_cache, v_cache, k, v))
-    options["alibi_slopes"] = _detached(options["alibi_slopes"])
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    caches = _prepared(k_cache), _prepared(v_cache)
+def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, softmax_scale, causal, return_lse, softcap,
+                num_splits, rotary_cos=None, rotary_sin=None, alibi_slopes=None, block_table=None, **options):  # fmt: skip
+    """A call on a cache; one with a head dim that must be padded goes over a copy, and what it appends is copied back.
+
+    capacity: of a sequence; None for all the slots that it has.
+    """
+    check_rows(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    appends = k is not None and v is not None
+    if appends:
+        check_rows(q, k, v)
+    if needs_padding(q, k_cache, v_cache, *((k, v) if appends else ())):
+        _check_cache_dims(q, k_cache, v_cache, k, v)
+    q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
+    caches = padded(k_cache), padded(v_cache)
     result = api.attention_with_kvcache(
-        _prepared(q), *caches, k=None if k is None else _prepared(k), v=None if v is None else _prepared(v),
-        window=_window(window_size, capacity), softmax_scale=scale, causal=bool(causal), return_lse=bool(return_lse), **options,
+        padded(q), *caches, k=padded(k) if appends else k, v=padded(v) if appends else v, block_table=block_table,
+        window=_window(window_size, _slots(k_cache, block_table) if capacity is None else capacity),
+        softmax_scale=_scale(softmax_scale, q), causal=bool(causal), softcap=as_number(softcap), num_splits=as_int(num_splits),
+        return_lse=bool(return_lse), rotary_cos=detached(rotary_cos), rotary_sin=detached(rotary_sin),
+        alibi_slopes=detached(alibi_slopes), **options,
     )  # fmt: skip
-    if k is not None:
+    if appends:
         for cache, used in zip((k_cache, v_cache), caches):
             if used is not cache:
                 cache.copy_(used[..., : cache.shape[-1]])
@@ -308,6 +351,20 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
     return (out, _convert_lse(lse)) if return_lse else out
 
 
+def _check_cache_dims(q, k_cache, v_cache, k, v):
+    tensors, pairs = {"q": q, "k_cache": k_cache, "v_cache": v_cache}, [("k_cache", "q")]
+    if k is not None and v is not None:
+        tensors |= {"k": k, "v": v}
+        pairs += [("k", "k_cache"), ("v", "v_cache")]
+    check_head_dims(tensors, *pairs)
+
+
+def _slots(k_cache, block_table):
+    """What a sequence can have; of no table that is one as if it had one page, for kvcache_problem.py refuses it."""
+    is_table = isinstance(block_table, torch.Tensor) and block_table.dim() == 2
+    return k_cache.shape[1] * block_table.shape[1] if is_table else k_cache.shape[1]
+
+
 def _window(window_size, seqlen_k):
     """flash_attn's window in flashtile's words."""
     return tuple(None if side < 0 else _unless_all(side, seqlen_k) for side in _sides(window_size))
@@ -315,7 +372,10 @@ def _window(window_size, seqlen_k):
 
 def _sides(window_size):
     """The two numbers of a window."""
-    sides = tuple(map(_as_int, window_size)) if isinstance(window_size, (tuple, list, torch.Tensor)) else ()
+    if type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int:
+        return window_size
+    is_pair = isinstance(window_size, (tuple, list)) or isinstance(window_size, torch.Tensor) and window_size.dim() > 0
+    sides = tuple(map(as_int, window_size)) if is_pair else ()
     if len(sides) != 2 or not all(isinstance(side, (int, torch.SymInt)) for side in sides):
         raise DtypeError(explain("window_size", "a pair (left, right) of ints", repr(window_size), "Unbounded is (-1, -1)."))
     return sides
@@ -323,6 +383,9 @@ def _sides(window_size):
 
 def _unless_all(side, seqlen_k):
     """A side of a window; unbounded where it is as long as all keys."""
+    if not isinstance(seqlen_k, (int, torch.SymInt)):
+        # No length: problem.py refuses it
+        return side
     if torch.compiler.is_compiling():
         # In arithmetic: a question would give lengths below the window a graph of their own.
         return min(side + side // max(seqlen_k, 1) * INT32_MAX, INT32_MAX)
@@ -331,9 +394,12 @@ def _unless_all(side, seqlen_k):
 
 def _options(q, seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic=False):
     """flash_attn's options in flashtile's words. Where these ask for a bool, flash_attn takes what has a truth value."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=scale, softcap=softcap,
-                dropout_p=dropout_p, deterministic=bool(deterministic))  # fmt: skip
+    return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=_scale(softmax_scale, q),
+                softcap=as_number(softcap), dropout_p=as_number(dropout_p), deterministic=bool(deterministic))  # fmt: skip
+
+
+def _scale(softmax_scale, q):
+    return default_scale(q.shape[-1]) if softmax_scale is None else as_number(softmax_scale)
 
 
 def _attend(operands, options, head_dim_v, return_attn_probs):
@@ -368,7 +434,7 @@ def _backward(operands, options, dout, out, lse, gradients):
     if options["dropout_p"] == 0:
         operands = operands._replace(rng_state=None)
     lse = torch.where(lse == float("inf"), float("-inf"), lse).contiguous()
-    results = ops.backward_op(_contiguous(dout), None, _contiguous(out), lse, *operands, *_flat(options))
+    results = ops.backward_op(contiguous(dout), None, contiguous(out), lse, *operands, *_flat(options))
     for wanted, result in zip(gradients, results):
         if wanted is not None:
             wanted.copy_(result)
@@ -388,22 +454,3 @@ def _probs(operands, options):
 
 def _convert_lse(lse):
     return torch.where(lse == float("-inf"), float("inf"), lse)
-
-
-def _contiguous(x):
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _prepared(x):
-    """x with a contiguous last dim, padded with zeros to a multiple of 8; x itself where it is so already."""
-    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
-    return F.pad(x, (0, missing)) if missing else _contiguous(x)
-
-
-def _detached(alibi_slopes):
-    return None if alibi_slopes is None else alibi_slopes.detach()
-
-
-def _as_int(length):
-    return int(length) if isinstance(length, torch.Tensor) else length
-

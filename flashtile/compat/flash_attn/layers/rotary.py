@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from flashtile.errors import ShapeError, explain
+from flashtile.compat.arguments import check_packed, check_tensor, heads_of_packed, lengths_of, renamed
+from flashtile.errors import DtypeError, FlashtileError, ShapeError, ValueRangeError, explain
+
+# Names of arguments, and what RotaryEmbedding calls them
+MODULE_NAMES = {"seqlen_offsets": "seqlen_offset", "x": "qkv"}
 
 
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
@@ -27,9 +31,11 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
     Returns:
         The shape and dtype of x.
     Raises:
-        ShapeError: cos and sin differ, or are wider than x or, where seqlen_offsets is an int, shorter.
+        ShapeError: cos and sin differ, or are wider than x or, where seqlen_offsets is an int, shorter; other dims of x.
+        DtypeError: x is not floating. ValueRangeError: seqlen_offsets is a negative int.
     """
-    tables = _tables(cos, sin, x.shape[0] if cu_seqlens is not None else x.shape[1], seqlen_offsets, cu_seqlens)
+    _check_rows("x", x, packed=cu_seqlens is not None)
+    tables = _tables(cos, sin, x, x.shape[0] if cu_seqlens is not None else x.shape[1], seqlen_offsets, cu_seqlens)
     return _Rotary.apply(x, (tables,), (None,), interleaved, inplace)
 
 
@@ -43,6 +49,7 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
     cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2).
     """
     pairs = cos.shape[-1]
+    _check_columns("cos", cos, x)
     first, second = _pairs(x, pairs, interleaved)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated = torch.stack([first * cos - second * sin, first * sin + second * cos], -1 if interleaved else -2)
@@ -57,21 +64,24 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
         cos_k, sin_k: tables of the keys; default those of the queries.
         The rest as in `apply_rotary_emb`.
     """
-    if qkv.dim() == 5:
-        parts = slice(0, 1), slice(1, 2)
-    elif num_heads_q is None:
-        raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it", tuple(qkv.shape)))
-    else:
-        num_heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        parts = slice(0, num_heads_q), slice(num_heads_q, num_heads_q + num_heads_kv)
-    tables_q = _tables(cos, sin, qkv.shape[1], seqlen_offsets)
-    tables_k = tables_q if cos_k is None else _tables(cos_k, sin_k, qkv.shape[1], seqlen_offsets)
+    heads = heads_of_packed(qkv, num_heads_q)
+    _check_floating("qkv", qkv)
+    parts = (slice(0, 1), slice(1, 2)) if heads is None else (slice(0, heads[0]), slice(heads[0], sum(heads)))
+    if (cos_k is None) != (sin_k is None):
+        missing, given = ("cos_k", "sin_k") if cos_k is None else ("sin_k", "cos_k")
+        raise ShapeError(explain(missing, f"a tensor, since {given} is given", None, "Pass both, or neither."))
+    tables_q = tables_k = _tables(cos, sin, qkv, qkv.shape[1], seqlen_offsets)
+    if cos_k is not None:
+        tables_k = _tables(cos_k, sin_k, qkv, qkv.shape[1], seqlen_offsets, names=("cos_k", "sin_k"))
     return _Rotary.apply(qkv, (tables_q, tables_k), parts, interleaved, True)
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotate the keys of kv (batch, seqlen, 2, heads, dim) in place, and return it; arguments as in `apply_rotary_emb`."""
-    return _Rotary.apply(kv, (_tables(cos, sin, kv.shape[1], seqlen_offsets),), (slice(0, 1),), interleaved, True)
+    check_packed("kv", kv, 5)
+    _check_floating("kv", kv)
+    tables = _tables(cos, sin, kv, kv.shape[1], seqlen_offsets)
+    return _Rotary.apply(kv, (tables,), (slice(0, 1),), interleaved, True)
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -100,15 +110,23 @@ class RotaryEmbedding(torch.nn.Module):
         Returns:
             qkv, or (q, kv).
         """
+        if kv is None:
+            heads_of_packed(qkv, num_heads_q)
+        else:
+            _check_rows("qkv", qkv, packed=False)
+            check_packed("kv", kv, 5)
         if max_seqlen is None:
             if isinstance(seqlen_offset, torch.Tensor):
                 raise ShapeError(explain("max_seqlen", "an int where seqlen_offset is a tensor", None))
             max_seqlen = qkv.shape[1] + seqlen_offset
         cos, sin, cos_k, sin_k = self._tables(max_seqlen, qkv)
-        if kv is None:
-            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
-        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+        try:
+            if kv is None:
+                return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+            q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+            return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+        except FlashtileError as error:
+            raise renamed(error, MODULE_NAMES) from None
 
     def _tables(self, seqlen, like):
         """(cos, sin, cos_k, sin_k), kept from call to call."""
@@ -158,23 +176,66 @@ def _rotate_(x, tables, parts, interleaved):
 
 def _pairs(x, pairs, interleaved):
     """Views of the first and the second element of each pair."""
-    if 2 * pairs > x.shape[-1]:
-        raise ShapeError(explain("cos", f"at most {x.shape[-1] // 2} columns, half of the dim of x", pairs))
     if interleaved:
         return x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
     return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
-def _tables(cos, sin, seqlen, offsets, cu_seqlens=None):
+def _check_rows(name, x, packed):
+    check_tensor(name, x)
+    if x.dim() != (3 if packed else 4):
+        layout = "(total, heads, dim) beside cu_seqlens" if packed else "(batch, seqlen, heads, dim)"
+        raise ShapeError(explain(name, layout, f"shape {tuple(x.shape)}"))
+    _check_floating(name, x)
+
+
+def _check_floating(name, x):
+    if not x.is_floating_point():
+        raise DtypeError(explain(name, "a floating dtype", x.dtype, f"Cast it: {name}.float()."))
+
+
+def _check_columns(name, cos, x):
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ShapeError(explain(name, f"at most {x.shape[-1] // 2} columns, half of the dim of x", cos.shape[-1]))
+
+
+def _check_tables(cos, sin, names):
+    for name, x in zip(names, (cos, sin)):
+        check_tensor(name, x)
+    if cos.dim() != 2:
+        raise ShapeError(explain(names[0], "shape (positions, rotary_dim / 2)", f"shape {tuple(cos.shape)}"))
+    if cos.shape != sin.shape:
+        raise ShapeError(explain(names[1], f"the shape of {names[0]}, {tuple(cos.shape)}", f"shape {tuple(sin.shape)}"))
+
+
+def _check_offsets(offsets, batch):
+    if isinstance(offsets, torch.Tensor):
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise DtypeError(explain("seqlen_offsets", "dtype torch.int32 or torch.int64", offsets.dtype))
+        if tuple(offsets.shape) != (batch,):
+            raise ShapeError(explain("seqlen_offsets", f"an int, or shape ({batch},)", f"shape {tuple(offsets.shape)}"))
+    elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
+        raise DtypeError(explain("seqlen_offsets", "an int or a tensor of ints", repr(offsets)))
+    elif offsets < 0:
+        raise ValueRangeError(explain("seqlen_offsets", "an int >= 0", offsets))
+
+
+def _tables(cos, sin, x, seqlen, offsets, cu_seqlens=None, names=("cos", "sin")):
     """cos and sin of each row, fp32 (fp64 for fp64), as (seqlen, 1, pairs) or (batch, seqlen, 1, pairs); seqlen is the total
-    of packed rows."""
-    if cos.dim() != 2 or cos.shape != sin.shape:
-        expected = f"(positions, rotary_dim / 2), the shape of cos, {tuple(cos.shape)}"
-        raise ShapeError(explain("sin", expected, tuple(sin.shape)))
+    of packed rows. Rows before or behind the tables get 1 and 0."""
+    _check_tables(cos, sin, names)
+    _check_columns(names[0], cos, x)
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+            raise ShapeError(explain("cu_seqlens", "shape (batch + 1,)", f"shape {tuple(cu_seqlens.shape)}"))
+    offsets = lengths_of(offsets)
+    _check_offsets(offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     cos, sin = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (cos, sin))
     if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
         if offsets + seqlen > cos.shape[0]:
-            raise ShapeError(explain("cos", f"at least seqlen_offsets + seqlen = {offsets + seqlen} rows", cos.shape[0]))
+            expected = f"at least seqlen_offsets + seqlen = {offsets + seqlen} rows"
+            raise ShapeError(explain(names[0], expected, cos.shape[0]))
         return cos[offsets : offsets + seqlen, None], sin[offsets : offsets + seqlen, None]
     positions = torch.arange(seqlen, device=cos.device)
     if cu_seqlens is None:
@@ -184,6 +245,6 @@ def _tables(cos, sin, seqlen, offsets, cu_seqlens=None):
         sequence = torch.searchsorted(cu_seqlens, positions, right=True) - 1
         positions = positions - cu_seqlens[sequence]
         positions = positions + (F.pad(offsets, (0, 1))[sequence] if isinstance(offsets, torch.Tensor) else offsets)
-    there = (positions < cos.shape[0])[..., None]
-    nearest = positions.clamp(max=cos.shape[0] - 1)
+    there = ((positions >= 0) & (positions < cos.shape[0]))[..., None]
+    nearest = positions.clamp(0, cos.shape[0] - 1)
     return torch.where(there, cos[nearest], 1.0).unsqueeze(-2), torch.where(there, sin[nearest], 0.0).unsqueeze(-2)

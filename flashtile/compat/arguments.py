@@ -1,0 +1,149 @@
+"""What the peers' functions take: looked at before a wrapper asks it for its sizes, and turned into what flashtile takes.
+
+Only what a wrapper itself needs, or changes, is checked here; problem.py, kvcache_problem.py and mla/problem.py check the rest.
+"""
+
+import operator
+import re
+from numbers import Real
+
+import torch
+import torch.nn.functional as F
+
+from flashtile.errors import DtypeError, ShapeError, explain
+from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+
+# What stands before the parts of a packed tensor of so many dims
+LEADING = {5: "batch, seqlen", 4: "total"}
+
+
+def check_tensor(name, x):
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+
+
+def check_rows(q, k, v, names=("q", "k", "v")):
+    """Three tensors with enough dims to ask for their lengths and head dims."""
+    if isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+        if q.dim() > 1 and k.dim() > 1 and v.dim() > 1:
+            return
+    for name, x in zip(names, (q, k, v)):
+        check_tensor(name, x)
+        if x.dim() < 2:
+            raise ShapeError(explain(name, "dims (..., seqlen, heads, dim)", f"shape {tuple(x.shape)}"))
+
+
+def strided_rows(q, k, v):
+    """q, k and v with contiguous last dims."""
+    check_rows(q, k, v)
+    return contiguous(q), contiguous(k), contiguous(v)
+
+
+def padded_rows(q, k, v):
+    """q, k and v with contiguous last dims, padded with zeros to a multiple of 8."""
+    check_rows(q, k, v)
+    if needs_padding(q, k, v):
+        check_head_dims({"q": q, "k": k, "v": v}, ("k", "q"))
+    return padded(q), padded(k), padded(v)
+
+
+def needs_padding(*tensors):
+    for x in tensors:
+        if x.shape[-1] % HEAD_DIM_MULTIPLE:
+            return True
+    return False
+
+
+def check_head_dims(tensors, *pairs):
+    """Head dims as they are before `padded`, which makes those inside one multiple of 8 equal; pairs: names of equal ones."""
+    for name, other in pairs:
+        dim, wanted = (tensors[x].shape[-1] for x in (name, other))
+        if dim != wanted:
+            raise ShapeError(explain(name, f"the head_dim of {other}, {wanted}", f"head_dim {dim}"))
+    for name, x in tensors.items():
+        if x.shape[-1] > MAX_HEAD_DIM:
+            raise ShapeError(explain(name, f"a head dim of at most {MAX_HEAD_DIM}", x.shape[-1]))
+
+
+def padded(x):
+    """x with a contiguous last dim, padded with zeros to a multiple of 8; x itself where it is so already."""
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    return F.pad(x, (0, missing)) if missing else contiguous(x)
+
+
+def contiguous(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def default_scale(head_dim):
+    """Also of a head dim of 0, which problem.py refuses."""
+    return head_dim**-0.5 if head_dim else 1.0
+
+
+def detached(x):
+    """x without a gradient; what is no tensor stays."""
+    return x if x is None or not isinstance(x, torch.Tensor) or not x.requires_grad else x.detach()
+
+
+def check_packed(name, x, rank):
+    """A tensor of as many parts as its name has letters, which lie along its third dim from the end."""
+    check_tensor(name, x)
+    if x.dim() != rank or x.shape[-3] != len(name):
+        layout = f"({LEADING[rank]}, {len(name)}, heads, dim)"
+        raise ShapeError(explain(name, layout, f"shape {tuple(x.shape)}",
+                                 f"Stack its parts: torch.stack([{', '.join(name)}], -3)."))  # fmt: skip
+
+
+def unpacked(name, x, rank):
+    """The parts of a packed tensor."""
+    check_packed(name, x, rank)
+    return x.unbind(-3)
+
+
+def heads_of_packed(qkv, num_heads_q):
+    """(num_heads_q, num_heads_kv) of qkv (batch, seqlen, num_heads_q + 2 * num_heads_kv, dim); None for one that is
+    (batch, seqlen, 3, heads, dim)."""
+    check_tensor("qkv", qkv)
+    shape = tuple(qkv.shape)
+    if len(shape) == 5 and shape[2] == 3:
+        return None
+    if len(shape) != 4 or num_heads_q is None:
+        raise ShapeError(explain("qkv", "(batch, seqlen, 3, heads, dim), or num_heads_q beside it and 4 dims", shape))
+    heads = as_int(num_heads_q)
+    if isinstance(heads, bool) or not isinstance(heads, (int, torch.SymInt)):
+        raise DtypeError(explain("num_heads_q", "an int", repr(num_heads_q)))
+    num_heads_kv, rest = divmod(shape[2] - heads, 2)
+    if rest or num_heads_kv < 1 or heads < 1:
+        raise ShapeError(explain("qkv", f"num_heads_q + 2 * num_heads_kv heads, num_heads_q being {heads}",
+                                 f"{shape[2]} heads"))  # fmt: skip
+    return heads, num_heads_kv
+
+
+def as_int(x):
+    """A whole number of any library as an int; a tensor of one waits for its device. Anything else stays as it is."""
+    if x is None or isinstance(x, (int, torch.SymInt)):
+        return x
+    if isinstance(x, torch.Tensor):
+        return x if x.is_floating_point() or x.numel() != 1 else int(x)
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
+def lengths_of(x):
+    """A tensor as it is, or one int for all sequences."""
+    return x if isinstance(x, torch.Tensor) else as_int(x)
+
+
+def as_number(x):
+    """A real number of any library but torch as a float; anything else stays as it is."""
+    if x is None or type(x) is float or isinstance(x, int):
+        return x
+    return float(x) if isinstance(x, Real) else x
+
+
+def renamed(error, names):
+    """The error with arguments called as the caller knows them. names: of flashtile's names."""
+    pattern = rf"\b({'|'.join(names)})\b"
+    return type(error)(re.sub(pattern, lambda match: names[match[0]], str(error)))
