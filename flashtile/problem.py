@@ -18,6 +18,8 @@ from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedErr
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+# The way out of a larger one
+WIDER_HEADS = "For wider heads use F.scaled_dot_product_attention."
 INT32_MAX = 2**31 - 1
 # Random bits that decide whether dropout keeps a weight
 DROPOUT_BITS = 15
@@ -308,10 +310,8 @@ def check_head_dims(**dims) -> None:
     """Head dims by the names of their tensors."""
     for name, dim in dims.items():
         if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
-            nearest = min(MAX_HEAD_DIM, max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE)
-            way_out = f"Pad with zeros to {nearest} and pass softmax_scale."
-            if dim > MAX_HEAD_DIM:
-                way_out = "For wider heads use F.scaled_dot_product_attention."
+            nearest = max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE
+            way_out = WIDER_HEADS if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and pass softmax_scale."
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 

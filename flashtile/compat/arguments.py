@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile.errors import DtypeError, ShapeError, explain
-from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, WIDER_HEADS
 
 # What stands before the parts of a packed tensor of so many dims
 LEADING = {5: "batch, seqlen", 4: "total"}
@@ -43,7 +43,7 @@ def padded_rows(q, k, v):
     """q, k and v with contiguous last dims, padded with zeros to a multiple of 8."""
     check_rows(q, k, v)
     if needs_padding(q, k, v):
-        check_head_dims({"q": q, "k": k, "v": v}, ("k", "q"))
+        check_dims_before_padding({"q": q, "k": k, "v": v}, ("k", "q"))
     return padded(q), padded(k), padded(v)
 
 
@@ -54,7 +54,7 @@ def needs_padding(*tensors):
     return False
 
 
-def check_head_dims(tensors, *pairs):
+def check_dims_before_padding(tensors, *pairs):
     """Head dims as they are before `padded`, which makes those inside one multiple of 8 equal; pairs: names of equal ones."""
     for name, other in pairs:
         dim, wanted = (tensors[x].shape[-1] for x in (name, other))
@@ -62,7 +62,7 @@ def check_head_dims(tensors, *pairs):
             raise ShapeError(explain(name, f"the head_dim of {other}, {wanted}", f"head_dim {dim}"))
     for name, x in tensors.items():
         if x.shape[-1] > MAX_HEAD_DIM:
-            raise ShapeError(explain(name, f"a head dim of at most {MAX_HEAD_DIM}", x.shape[-1]))
+            raise ShapeError(explain(name, f"a head dim of at most {MAX_HEAD_DIM}", x.shape[-1], WIDER_HEADS))
 
 
 def padded(x):
@@ -82,7 +82,7 @@ def default_scale(head_dim):
 
 def detached(x):
     """x without a gradient; what is no tensor stays."""
-    return x if x is None or not isinstance(x, torch.Tensor) or not x.requires_grad else x.detach()
+    return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
 
 def check_packed(name, x, rank):

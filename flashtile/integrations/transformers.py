@@ -84,7 +84,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         # A static cache is longer than what it holds
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         padding = _padding(attention_mask) if shown.padded else None
-        if padding is not None and not padding.is_none:
+        if padding is not None and not padding.is_full:
             if padding.left is not None and not remembers and not dropout:
                 return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options), None
             return _attend_without_padding(q, k, v, padding, options | training), None
@@ -217,7 +217,7 @@ class _Padding:
         left = mask.shape[1] - lengths
         is_left = (torch.arange(mask.shape[1], device=mask.device) >= left[:, None]) == mask
         self.left = left if bool(is_left.all()) else None
-        self.is_none = self.left is not None and not bool(left.any())
+        self.is_full = self.left is not None and not bool(left.any())
         self.rows = {}
 
     def of(self, length):

@@ -33,7 +33,7 @@ from flashtile import api, ops
 from flashtile.compat.arguments import (
     as_int,
     as_number,
-    check_head_dims,
+    check_dims_before_padding,
     check_rows,
     check_tensor,
     contiguous,
@@ -356,7 +356,7 @@ def _check_cache_dims(q, k_cache, v_cache, k, v):
     if k is not None and v is not None:
         tensors |= {"k": k, "v": v}
         pairs += [("k", "k_cache"), ("v", "v_cache")]
-    check_head_dims(tensors, *pairs)
+    check_dims_before_padding(tensors, *pairs)
 
 
 def _slots(k_cache, block_table):
