@@ -90,6 +90,8 @@ def refusal(run, out):
 def captured(run):
     """Replay of a CUDA graph of one call."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    # What is computed for it may be under way
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.synchronize()

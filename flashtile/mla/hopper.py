@@ -8,13 +8,14 @@
 tile i is scored by partition i % 2, which hands its probabilities to the other through shared memory, in the place of the
 tile's rotary part, of no use by then. With them travels row_max, so that both halves keep one reference:
 
-    scorer(i):  half of q kᵀ(i);  acc += p(i-1) c(i-1);  the rest of q kᵀ(i);  p(i), row_max;  acc += p(i) c(i)
+    scorer(i):  q kᵀ(i) but for a chunk;  acc += p(i-1) c(i-1);  that chunk of q kᵀ(i);  p(i), row_max;  acc += p(i) c(i)
 
 While one computes its probabilities, products of the other run. Each sums its own tiles' probabilities until the sequence ends
 (`_join`), and row_max changes only where it must (`softmax.lazy_max`), so that acc is hardly ever rescaled.
 
 Queries and two key tiles fill the shared memory. Tile i + 2 takes the slot of tile i half by half, as soon as its partition has
 multiplied with that half: half h of a slot belongs to partition h, and a scorer begins with its own half, which comes first.
+TMA fills a half in chunks, each with a barrier, so that scores begin when 128 columns are there, and p(i-1) is wanted late.
 
 Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence ends in is filled up with zeros
 (`cache_descriptor`), so that NaN in unused slots is never read. Tokens of indices and of other pages are copied one by one
@@ -58,6 +59,8 @@ ROWS = gl.constexpr(64)
 TILE = schedule.TILE
 HALF = gl.constexpr(256)
 LATENT = gl.constexpr(512)
+# Columns that TMA fills, and tells of, at once
+CHUNK = gl.constexpr(128)
 # From how many bytes of a packed cache, and looked up tokens, indices are put in order first
 ORDERED_BYTES, ORDERED_TOKENS = 1 << 30, 1 << 18
 # What a cache descriptor takes for the number of rows; see `cache_descriptor`
@@ -114,12 +117,13 @@ class Ring(NamedTuple):
     # Both partitions have stored what they do to queries for packed tokens
     q_max_ready: Any
     q_converted: Any
+    # Of chunks, 4 * chunks of a half
     latent_ready: Any
     latent_free: Any
     p_ready: Any
     sum_ready: Any
-    # Whether threads write the tiles, not TMA
-    gathered: Any
+    # The same memory as latent_smem, (slot * 2 + half) * chunks + chunk; None where threads write halves, of one chunk
+    chunk_smem: Any
 
 
 class Segment(NamedTuple):
@@ -207,6 +211,7 @@ def _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE: gl.constexpr
 def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE: gl.constexpr,
           ROPE: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The producer where pages are tiles."""
+    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
@@ -225,22 +230,24 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
             following_page = _page(pages, tile + 2, segment.length, TILES_PER_PAGE)
             if PREFETCH:
                 row_ahead = (tile + 1) % TILES_PER_PAGE * TILE
-                _prefetch_tile(keys, page, row_ahead, segment.length - (tile + 1) * TILE, ROPE)
+                # One of the row blocks, which all read it at about the same time
+                is_mine = (tile + 1) % gl.num_programs(0) == gl.program_id(0)
+                valid_ahead = gl.where(is_mine, segment.length - (tile + 1) * TILE, 0)
+                _prefetch_tile(keys, page, row_ahead, valid_ahead, ROPE)
             # The scorer's half first
-            own = slot * 3
-            mbarrier.wait(ring.latent_free.index(own), free_phase)
-            mbarrier.expect(ring.latent_ready.index(own), latent_desc.block_type.nbytes)
-            _load_keys(latent_desc, ring.latent_smem.index(own), this_page, row, valid, slot * HALF,
-                       ring.latent_ready.index(own))  # fmt: skip
-            other = slot * 2 + 1 - slot
-            ready = ring.latent_ready.index(other)
-            mbarrier.wait(ring.latent_free.index(other), free_phase)
-            if ROPE:
-                mbarrier.expect(ready, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
-                _load_keys(rope_desc, ring.rope_smem.index(slot), this_page, row, valid, LATENT, ready)
-            else:
-                mbarrier.expect(ready, latent_desc.block_type.nbytes)
-            _load_keys(latent_desc, ring.latent_smem.index(other), this_page, row, valid, (1 - slot) * HALF, ready)
+            for i in gl.static_range(2):
+                half = slot if i == 0 else 1 - slot
+                place = slot * 2 + half
+                mbarrier.wait(ring.latent_free.index(place), free_phase)
+                for chunk in gl.static_range(CHUNKS):
+                    ready = ring.latent_ready.index(place * CHUNKS + chunk)
+                    if ROPE and i == 1 and chunk == 0:
+                        mbarrier.expect(ready, latent_desc.block_type.nbytes + rope_desc.block_type.nbytes)
+                        _load_keys(rope_desc, ring.rope_smem.index(slot), this_page, row, valid, LATENT, ready)
+                    else:
+                        mbarrier.expect(ready, latent_desc.block_type.nbytes)
+                    _load_keys(latent_desc, ring.chunk_smem.index(place * CHUNKS + chunk), this_page, row, valid,
+                               half * HALF + chunk * CHUNK, ready)  # fmt: skip
             step += 1
 
 
@@ -577,13 +584,14 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
 
 
 @gluon.jit
-def _wait_latent(ring, half, phase, pred=True):
-    """Until a half of a slot may be multiplied. What threads wrote, products see behind a fence.
+def _wait_latent(ring, half, phase, CHUNK_NUMBER: gl.constexpr = 0, pred=True):
+    """Until a chunk of a half of a slot may be multiplied. What threads wrote, products see behind a fence.
 
     Not the producer: it is a MEMBAR, which waits for all that the warp has asked for, later loads and prefetches too.
     """
-    mbarrier.wait(ring.latent_ready.index(half), phase, pred=pred)
-    if ring.gathered:
+    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
+    mbarrier.wait(ring.latent_ready.index(half * CHUNKS + CHUNK_NUMBER), phase, pred=pred)
+    if ring.chunk_smem is None:
         fence_async_shared()
 
 
@@ -624,28 +632,30 @@ def _convert_queries(ring, index, row_layout: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _start_own_half(ring, step):
-    """Start q kᵀ of a tile of this partition: its own half of the dims, which comes first."""
-    layout: gl.constexpr = columns.layout_of(TILE)
+def _start_latent(ring, raw, step, OTHER: gl.constexpr, CHUNK_NUMBER: gl.constexpr):
+    """Start, or with OTHER go on with, q kᵀ of a tile of this partition: a chunk of its own half of the dims, or of the other.
+
+    Its own half comes first.
+    """
     slot, phase = _slot(step)
-    nothing = gl.zeros([ROWS, TILE], gl.float32, layout)
-    _wait_latent(ring, slot * 3, phase)
-    k = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
-    q = ring.q_operand_smem.index(slot).reshape([ROWS, HALF])
-    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    half = 1 - slot if OTHER else slot
+    place = slot * 2 + half
+    _wait_latent(ring, place, phase, CHUNK_NUMBER)
+    k = ring.latent_smem.index(place).reshape([TILE, HALF])
+    q = ring.q_operand_smem.index(half).reshape([ROWS, HALF])
+    if ring.chunk_smem is not None:
+        k = k.slice(CHUNK_NUMBER * CHUNK, CHUNK, dim=1)
+        q = q.slice(CHUNK_NUMBER * CHUNK, CHUNK, dim=1)
+    return warpgroup_mma(q, k.permute((1, 0)), raw, use_acc=OTHER or CHUNK_NUMBER > 0, is_async=True)
 
 
 @gluon.jit
-def _start_rest(ring, raw, step, ROPE: gl.constexpr):
-    """Go on with the rotary part and the other half."""
+def _start_rope(ring, raw, step, ROPE: gl.constexpr):
+    """Go on with the rotary part, which comes with the other half's first chunk."""
     slot, phase = _slot(step)
-    other = slot * 2 + 1 - slot
-    _wait_latent(ring, other, phase)
-    if ROPE:
-        k_rope = ring.rope_smem.index(slot).reshape([TILE, ROPE])
-        raw = warpgroup_mma(ring.q_rope_smem.reshape([ROWS, ROPE]), k_rope.permute((1, 0)), raw, is_async=True)
-    k = ring.latent_smem.index(other).reshape([TILE, HALF])
-    return warpgroup_mma(ring.q_operand_smem.index(1 - slot).reshape([ROWS, HALF]), k.permute((1, 0)), raw, is_async=True)
+    _wait_latent(ring, slot * 2 + 1 - slot, phase)
+    k_rope = ring.rope_smem.index(slot).reshape([TILE, ROPE])
+    return warpgroup_mma(ring.q_rope_smem.reshape([ROWS, ROPE]), k_rope.permute((1, 0)), raw, is_async=True)
 
 
 @gluon.jit
@@ -656,7 +666,8 @@ def _start_given(ring, state, acc, step, exists, use_acc):
     """
     slot, phase = _slot(step)
     mbarrier.wait(ring.p_ready.index(slot), phase, pred=exists)
-    _wait_latent(ring, slot * 2 + 1 - slot, phase, pred=exists)
+    for chunk in gl.static_range(ring.latent_ready.shape[0] // 4):
+        _wait_latent(ring, slot * 2 + 1 - slot, phase, chunk, pred=exists)
     row_max = gl.where(exists, ring.max_smem.index(slot).load(state.row_max.type.layout), NEG_INF)
     state, correction = softmax.rebase(state, row_max)
     acc = columns.scaled_rarely(acc, correction)
@@ -671,12 +682,24 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
 
     scale_log2: for packed tokens one a row, else a number.
     """
+    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
     has_given = step > first_step
     slot, _ = _slot(step)
-    raw = _start_own_half(ring, step)
-    state, product = _start_given(ring, state, acc, step - 1, has_given, step - 1 > first_step)
-    raw = _start_rest(ring, raw, step, ROPE)
-    acc = warpgroup_mma_wait(2 if ROPE else 1, deps=[product])
+    raw = gl.zeros([ROWS, TILE], gl.float32, columns.layout_of(TILE))
+    for chunk in gl.static_range(CHUNKS):
+        raw = _start_latent(ring, raw, step, False, chunk)
+    # The given product: before the last chunk, so that p(i) does not wait long for p(i-1); where halves come at once before the
+    # other one, so that its place is free sooner
+    if CHUNKS == 1:
+        state, product = _start_given(ring, state, acc, step - 1, has_given, step - 1 > first_step)
+    if ROPE:
+        raw = _start_rope(ring, raw, step, ROPE)
+    for chunk in gl.static_range(CHUNKS - 1):
+        raw = _start_latent(ring, raw, step, True, chunk)
+    if CHUNKS > 1:
+        state, product = _start_given(ring, state, acc, step - 1, has_given, step - 1 > first_step)
+    raw = _start_latent(ring, raw, step, True, CHUNKS - 1)
+    acc = warpgroup_mma_wait(2 if ROPE and CHUNKS == 1 else 1, deps=[product])
     mbarrier.arrive(ring.latent_free.index((1 - slot) * 2 + slot), count=1, pred=has_given)
     raw = warpgroup_mma_wait(0, deps=[raw])
     if ring.bias_smem is not None:
@@ -836,18 +859,21 @@ def decode(
     q_max_smem = None
     scale_smem = None
     entry_smem = None
-    # Each thread's copies arrive once, and the partition once
-    other_ready: gl.constexpr = 1 if latent_desc is not None else 129
-    own_ready: gl.constexpr = other_ready if keys.scales is None else 1
     if keys.scales is not None:
         exponent_smem = gl.allocate_shared_memory(gl.float32, [2, 1], vectors)
         q_max_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors)
         entry_smem = gl.allocate_shared_memory(gl.int32, [TILE], vectors)
         scale_smem = gl.allocate_shared_memory(gl.int64, [2, 2 * TILE], vectors)
-    latent_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(latent_ready.index(slot * 3), count=own_ready)
-        mbarrier.init(latent_ready.index(slot + 1), count=other_ready)
+    if latent_desc is None:
+        # Each thread's copies arrive once, and the partition once
+        other_ready: gl.constexpr = 129
+        own_ready: gl.constexpr = 129 if keys.scales is None else 1
+        latent_ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(2):
+            mbarrier.init(latent_ready.index(slot * 3), count=own_ready)
+            mbarrier.init(latent_ready.index(slot + 1), count=other_ready)
+    else:
+        latent_ready = allocate_barriers(4 * HALF // CHUNK, 1)
     q_smem = _allocate(q_desc, 2, q_desc.dtype)
     q_rope_smem = _allocate(q_rope_desc, 1, q_rope_desc.dtype).index(0)
     rope_smem = _allocate(q_rope_desc, 2, q_rope_desc.dtype)
@@ -855,12 +881,16 @@ def decode(
     if keys.scales is not None:
         q_operand_smem = reinterpret(q_smem, dtype, q_smem.shape, q_smem.layout)
         p_smem = reinterpret(rope_smem, dtype, rope_smem.shape, rope_smem.layout)
+    latent_smem = _allocate(q_desc, 4, dtype)
+    chunk_smem = None
+    if latent_desc is not None:
+        chunk_smem = reinterpret(latent_smem, dtype, [4 * HALF // CHUNK] + latent_desc.block_type.shape, latent_desc.layout)
     ring = Ring(
-        q_smem, q_operand_smem, q_rope_smem, _allocate(q_desc, 4, dtype), rope_smem, p_smem,
+        q_smem, q_operand_smem, q_rope_smem, latent_smem, rope_smem, p_smem,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], vectors), gl.allocate_shared_memory(gl.float32, [4, ROWS], vectors),
         bias_smem, exponent_smem, q_max_smem, scale_smem, entry_smem, allocate_barriers(1, 1).index(0),
         allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), latent_ready,
-        allocate_barriers(4, 1), allocate_barriers(2, 1), allocate_barriers(2, 1), latent_desc is None,
+        allocate_barriers(4, 1), allocate_barriers(2, 1), allocate_barriers(2, 1), chunk_smem,
     )  # fmt: skip
     part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
@@ -966,7 +996,7 @@ class Call(portable.Call):
         if gathers:
             descriptors += None, None
         else:
-            descriptors += cache_descriptor(kv_cache, HALF.value), cache_descriptor(kv_cache, cache.ROPE_DIM)
+            descriptors += cache_descriptor(kv_cache, CHUNK.value), cache_descriptor(kv_cache, cache.ROPE_DIM)
         # Whole tokens as the latent part, in bytes; scales are not None where they are packed
         tokens = portable.rows_of(x.scales)
         keys = self.keys_of(tokens, tokens if problem.fp8 else None, None, x)
