@@ -170,7 +170,7 @@ def prefill_page_cost(record, name) -> str:
 
 
 def mla() -> str:
-    """MLA decode: the Hopper kernel, an earlier one with FlashMLA in the same run, and the portable one."""
+    """MLA decode: the Hopper kernel, with FlashMLA in the same run, and the portable one."""
     return "\n\n".join(of_record(name)(mla_table)() for name in ("mla-hopper.json", "mla-portable.json"))
 
 

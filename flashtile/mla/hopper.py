@@ -117,12 +117,12 @@ class Ring(NamedTuple):
     # Both partitions have stored what they do to queries for packed tokens
     q_max_ready: Any
     q_converted: Any
-    # Of chunks, 4 * chunks of a half
+    # (slot * 2 + half) * chunks + chunk; see `_chunks`
     latent_ready: Any
     latent_free: Any
     p_ready: Any
     sum_ready: Any
-    # The same memory as latent_smem, (slot * 2 + half) * chunks + chunk; None where threads write halves, of one chunk
+    # The same memory as latent_smem, in the order of latent_ready; None where threads write the tiles, halves at once
     chunk_smem: Any
 
 
@@ -151,6 +151,12 @@ def _segment(cache_seqlens, part, index, max_length, SEQUENCES_PER_LENGTH: gl.co
     first, end = schedule.part_tiles(sequence, num_tiles, begin, begin_tile, last, end_tile)
     whole = schedule.is_whole(sequence, begin, begin_tile, last, end_tile)
     return Segment(sequence, length, first, gl.maximum(end, first), whole)
+
+
+@gluon.constexpr_function
+def _chunks(latent_ready):
+    """How many pieces of a half of a slot come one by one."""
+    return latent_ready.shape[0] // 4
 
 
 @gluon.jit
@@ -211,7 +217,7 @@ def _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE: gl.constexpr
 def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE: gl.constexpr,
           ROPE: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The producer where pages are tiles."""
-    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
+    CHUNKS: gl.constexpr = _chunks(ring.latent_ready)
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
@@ -589,7 +595,7 @@ def _wait_latent(ring, half, phase, CHUNK_NUMBER: gl.constexpr = 0, pred=True):
 
     Not the producer: it is a MEMBAR, which waits for all that the warp has asked for, later loads and prefetches too.
     """
-    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
+    CHUNKS: gl.constexpr = _chunks(ring.latent_ready)
     mbarrier.wait(ring.latent_ready.index(half * CHUNKS + CHUNK_NUMBER), phase, pred=pred)
     if ring.chunk_smem is None:
         fence_async_shared()
@@ -666,7 +672,7 @@ def _start_given(ring, state, acc, step, exists, use_acc):
     """
     slot, phase = _slot(step)
     mbarrier.wait(ring.p_ready.index(slot), phase, pred=exists)
-    for chunk in gl.static_range(ring.latent_ready.shape[0] // 4):
+    for chunk in gl.static_range(_chunks(ring.latent_ready)):
         _wait_latent(ring, slot * 2 + 1 - slot, phase, chunk, pred=exists)
     row_max = gl.where(exists, ring.max_smem.index(slot).load(state.row_max.type.layout), NEG_INF)
     state, correction = softmax.rebase(state, row_max)
@@ -682,7 +688,7 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
 
     scale_log2: for packed tokens one a row, else a number.
     """
-    CHUNKS: gl.constexpr = ring.latent_ready.shape[0] // 4
+    CHUNKS: gl.constexpr = _chunks(ring.latent_ready)
     has_given = step > first_step
     slot, _ = _slot(step)
     raw = gl.zeros([ROWS, TILE], gl.float32, columns.layout_of(TILE))
