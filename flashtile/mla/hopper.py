@@ -52,7 +52,8 @@ from flashtile.device.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.device.numerics import LN_2, LOG2_E, NEG_INF
+from flashtile.device.merge import LSE_COPIES
+from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.mla import cache, order, portable, schedule
 
 ROWS = gl.constexpr(64)
@@ -774,7 +775,9 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
         inverse, row_lse = softmax.finish(state)
         first_row = schedule.partial_slot(part_number, segment.first).to(gl.int64) * num_rows
         if W == 0:
-            gl.store(partial_lse + first_row + rows, row_lse / LN_2, mask=exists)
+            ptrs = partial_lse + (first_row + rows) * LSE_COPIES
+            for copy in gl.static_range(LSE_COPIES):
+                gl.store(ptrs + copy, row_lse, mask=exists)
         offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
         gl.store(partial_out + offsets, acc * columns.per_row(inverse * UNIT_OF_ACC, acc), mask=(acc_rows < num_rows)[:, None])
 
@@ -847,7 +850,7 @@ def decode(
     SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr,
     SPARSE: gl.constexpr, PREFETCH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of `launch`; out, lse, partial_out (slots, num_rows, 512), partial_lse (slots, num_rows): pointers.
+    """Descriptors of `launch`; pointers: out, lse, partial_out (slots, num_rows, 512), partial_lse with LSE_COPIES a row.
 
     latent_desc, rope_desc: of the cache; None where tokens are gathered. keys: of `_keys_of`. table: of schedule.py.
     lengths: int32, one for SEQUENCES_PER_LENGTH sequences each, or None: max_length, which bounds them anyway. ROPE: 64, or 0

@@ -23,8 +23,9 @@ import triton.language as tl
 from flashtile import settings
 from flashtile.device import softmax
 from flashtile.device.launch import Launches
+from flashtile.device.merge import LSE_COPIES, merge_rows, store_rows
 from flashtile.device.numerics import LOG2_E, NEG_INF, dot
-from flashtile.device.tensors import Rows
+from flashtile.device.tensors import Rows, head_ptr
 from flashtile.mla import cache, order, schedule
 from flashtile.mla.problem import table_shape
 from flashtile.outputs import fresh
@@ -120,7 +121,7 @@ def decode(
     seqlen_q, fixed_length, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     GROUP_SIZE: tl.constexpr, SEQUENCES_PER_LENGTH: tl.constexpr, IS_CAUSAL: tl.constexpr, LSE_WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """q, out, lse: Rows. keys: Keys. partial_out: fp32 (slots, num_heads_kv, num_rows, LATENT); partial_lse the same, base 2.
+    """q, out, lse: Rows. keys: Keys. partial_out: fp32 (slots, num_heads_kv, num_rows, LATENT); partial_lse with LSE_COPIES.
 
     lengths: int32 pointer, one for SEQUENCES_PER_LENGTH sequences each, or None: fixed_length, which bounds them anyway.
     """
@@ -156,50 +157,42 @@ def decode(
         if schedule.is_whole(sequence, begin, begin_tile, last, end_tile):
             _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, dims, LSE_WITH_SINKS)
         else:
+            inverse, row_lse = softmax.finish(state)
             slot = schedule.partial_slot(part, first)
             row = (slot.to(tl.int64) * num_heads_kv + head_kv) * num_rows + rows
-            tl.store(partial_lse + row, _lse_log2(state), mask=row_exists)
-            tl.store(partial_out + row[:, None] * LATENT + dims[None, :], acc * _inverse(state)[:, None],
+            copies = row_lse[:, None] + tl.zeros((1, LSE_COPIES), tl.float32)
+            tl.store(partial_lse + row[:, None] * LSE_COPIES + tl.arange(0, LSE_COPIES)[None, :], copies,
                      mask=row_exists[:, None])  # fmt: skip
-
-
-@triton.jit
-def _inverse(state):
-    return 1.0 / tl.where(state.row_sum == 0.0, 1.0, state.row_sum)
-
-
-@triton.jit
-def _lse_log2(state):
-    empty = state.row_sum == 0.0
-    return tl.where(empty, NEG_INF, state.row_max + tl.log2(tl.where(empty, 1.0, state.row_sum)))
+            tl.store(partial_out + row[:, None] * LATENT + dims[None, :], acc * inverse[:, None], mask=row_exists[:, None])
 
 
 @triton.jit
 def _store_final(out, lse, state, acc, sinks, sequence, tokens, heads, row_exists, dims, LSE_WITH_SINKS: tl.constexpr):
     """Columns `dims` of rows of out, and lse, from sums over all keys; sinks may be None."""
-    _, row_lse = softmax.finish(state)
+    inverse, row_lse = softmax.finish(state)
     if sinks is not None:
         state, correction = softmax.absorb_sink(state, tl.load(sinks + heads, mask=row_exists, other=NEG_INF).to(tl.float32))
+        inverse, lse_with_sink = softmax.finish(state)
         acc = acc * correction[:, None]
         if LSE_WITH_SINKS:
-            _, row_lse = softmax.finish(state)
+            row_lse = lse_with_sink
     sequence = sequence.to(tl.int64)
     lse_ptrs = lse.ptr + sequence * lse.batch_stride + heads * lse.head_stride + tokens * lse.row_stride
     tl.store(lse_ptrs, row_lse, mask=row_exists)
     out_ptrs = out.ptr + sequence * out.batch_stride + tokens * out.row_stride + heads * out.head_stride
-    tl.store(out_ptrs[:, None] + dims[None, :], (acc * _inverse(state)[:, None]).to(out.ptr.dtype.element_ty),
+    tl.store(out_ptrs[:, None] + dims[None, :], (acc * inverse[:, None]).to(out.ptr.dtype.element_ty),
              mask=row_exists[:, None])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def merge(
     out, lse, partial_out, partial_lse, table, sinks, num_rows, num_heads_kv, num_parts, BY_PART: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, LATENT: tl.constexpr, GROUP_SIZE: tl.constexpr,
     LSE_WITH_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows and COLUMNS columns of one sequence whose keys were split over parts; others have no work.
 
-    SPLITS partial results are read at a time. BY_PART: a program looks at the sequence that the end of its part cuts, if it
+    CHUNK partial results are read at a time. BY_PART: a program looks at the sequence that the end of its part cuts, if it
     begins there; else at a sequence. DEPENDENT: may begin before the kernel ends that leaves the partial results.
     """
     sequence = tl.program_id(1)
@@ -207,36 +200,36 @@ def merge(
     if BY_PART:
         sequence = tl.load(table + 2 * (tl.program_id(1) + 1))
         wanted = tl.load(table + 2 * (tl.program_id(1) + 1) + 1) > 0
+    first_part = tl.load(table + 2 * (num_parts + 1 + sequence), mask=wanted, other=0)
+    last_part = tl.load(table + 2 * (num_parts + 1 + sequence) + 1, mask=wanted, other=0)
+    if BY_PART:
+        # A sequence that a part before began belongs to that part
+        last_part = tl.where(first_part == tl.program_id(1), last_part, first_part)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-    if wanted:
-        first_part = tl.load(table + 2 * (num_parts + 1 + sequence))
-        last_part = tl.load(table + 2 * (num_parts + 1 + sequence) + 1)
-        if BY_PART:
-            # A sequence that a part before began belongs to that part
-            last_part = tl.where(first_part == tl.program_id(1), last_part, first_part)
-        if last_part > first_part:
-            # (ROWS * SPLITS,)
-            both = tl.arange(0, ROWS * SPLITS)
-            split_rows = tl.program_id(0) * ROWS + both // SPLITS
-            split = both % SPLITS
-            dims = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-            num_splits = last_part - first_part + 1
-            state = softmax.OnlineSoftmax(tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32))
-            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for begin in range(0, num_splits, SPLITS):
-                slots = schedule.nth_slot(first_part, begin + split).to(tl.int64)
-                partial_rows = slots * num_heads_kv * num_rows + split_rows
-                exists = (begin + split < num_splits) & (split_rows < num_heads_kv * num_rows)
-                partial = tl.load(partial_out + partial_rows[:, None] * LATENT + dims[None, :], mask=exists[:, None], other=0.0)
-                logits = tl.load(partial_lse + partial_rows, mask=exists, other=NEG_INF).reshape(ROWS, SPLITS)
-                state, weights, correction = softmax.update(state, logits, 1.0, True)
-                weighted = weights[:, :, None] * partial.reshape(ROWS, SPLITS, COLUMNS)
-                acc = acc * correction[:, None] + tl.sum(weighted, 1)
-            rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-            head_kv, row = rows // num_rows, rows % num_rows
-            _store_final(out, lse, state, acc, sinks, sequence, row // GROUP_SIZE, head_kv * GROUP_SIZE + row % GROUP_SIZE,
-                         rows < num_heads_kv * num_rows, dims, LSE_WITH_SINKS)  # fmt: skip
+    if last_part > first_part:
+        total_rows = num_heads_kv * num_rows
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        row_exists = rows < total_rows
+        column = tl.program_id(2) * COLUMNS
+        # Slots of `schedule.partial_slot`
+        merged, row_lse = merge_rows(
+            partial_out + rows * LATENT, partial_lse + rows * LSE_COPIES, total_rows * LATENT, total_rows * LSE_COPIES,
+            2 * first_part + 1, 2 * first_part, 2, last_part - first_part + 1, row_exists, column, ROWS, CHUNK, LATENT, COLUMNS,
+            1,
+        )  # fmt: skip
+        head_kv, row = rows // num_rows, rows % num_rows
+        tokens, heads = row // GROUP_SIZE, head_kv * GROUP_SIZE + row % GROUP_SIZE
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=row_exists, other=NEG_INF).to(tl.float32)
+            state = softmax.OnlineSoftmax(row_lse * LOG2_E, tl.where(row_lse == NEG_INF, 0.0, 1.0))
+            state, correction = softmax.absorb_sink(state, sink[None, :])
+            inverse, lse_with_sink = softmax.finish(state)
+            merged = merged * (inverse * correction)[:, :, None]
+            if LSE_WITH_SINKS:
+                row_lse = lse_with_sink
+        store_rows(merged, row_lse, head_ptr(out, sequence, tokens, heads), head_ptr(lse, sequence, tokens, heads), row_exists,
+                   column, LATENT)  # fmt: skip
 
 
 # The first row with enough rows and little enough shared memory is taken.
@@ -246,11 +239,10 @@ CONFIGS = (
     TileConfig(64, 32, 8, 1),
     TileConfig(16, 32, 4, 1),
 )
-# Numbers of a program of `merge`, and partial results that it reads at a time. On an H100, single runs, the whole call in us
-# where that is at least 2, 4 and 8: 64 sequences of two parts 131, 132, 136, but 63 of 1024 keys beside one of 131072 132, 125,
-# 120. As many as a sequence has, not up to twice as many: 8 sequences of 8 parts 89.2 to 85.6
-MERGE_NUMBERS = 4096
-MIN_SPLITS, MAX_SPLITS = 4, 64
+# Partial results of a sequence that a program of `merge` reads at once, at most
+MAX_CHUNK = 128
+# Numbers of these for a program and its warps, by how many there are; docs/kernels/mla.md has what was tried
+MERGE_NUMBERS = ((32, 1024, 1), (MAX_CHUNK, 8192, 4))
 
 
 def shared_bytes(problem, config) -> int:
@@ -331,6 +323,12 @@ def _is_viewable(x, *shape) -> bool:
     return True
 
 
+def _chunk_of(parts) -> int:
+    """Power of two: all `parts` at once, but for a few more than a power of two, which take a second round."""
+    chunk = 1 << max(parts, 2).bit_length() - 1
+    return min(chunk if 8 * parts <= 9 * chunk else 2 * chunk, MAX_CHUNK)
+
+
 class Call:
     """Schedule if a call brings none, order, decode, merge: for calls of one kind (see `Launches`).
 
@@ -356,7 +354,7 @@ class Call:
         # One part cuts nothing
         slots = 2 * self.num_parts if self.num_parts > 1 else 0
         self.partial_rows = slots * problem.num_heads_kv * problem.num_rows
-        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + 1),), torch.float32)
+        self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + LSE_COPIES.value),), torch.float32)
         # What bounds the keys of a sequence
         self.max_length = problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
         self.copies_q = not self.is_empty and self.must_copy(q)
@@ -415,22 +413,22 @@ class Call:
         problem, num_parts = self.problem, self.num_parts
         by_part = problem.num_sequences > num_parts
         total_rows = problem.num_heads_kv * problem.num_rows
-        # As many partial results as a sequence has, where all are as long. Some have more: those take several rounds
+        # As many partial results as a sequence has, where all are as long; those that have more take several rounds
         most = triton.cdiv(self.max_length, schedule.TILE.value * schedule.MIN_PART.value)
-        splits = min(num_parts // problem.num_sequences, most, MAX_SPLITS)
-        splits = triton.next_power_of_2(max(splits, MIN_SPLITS))
-        columns = min(problem.head_dim_v, MERGE_NUMBERS // splits)
-        rows = MERGE_NUMBERS // (splits * columns)
+        chunk = _chunk_of(min(num_parts // problem.num_sequences, most))
+        numbers, warps = next(rest for largest, *rest in MERGE_NUMBERS if chunk <= largest)
+        columns = min(problem.head_dim_v, numbers // chunk)
+        rows = numbers // (chunk * columns)
         grid = (triton.cdiv(total_rows, rows), num_parts if by_part else problem.num_sequences,
                 problem.head_dim_v // columns)  # fmt: skip
-        constexprs = {"BY_PART": by_part, "ROWS": rows, "SPLITS": splits, "COLUMNS": columns, "LATENT": problem.head_dim_v,
+        constexprs = {"BY_PART": by_part, "ROWS": rows, "CHUNK": chunk, "COLUMNS": columns, "LATENT": problem.head_dim_v,
                       "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks,
                       "DEPENDENT": self.DEPENDENT}  # fmt: skip
         launch(
             merge, grid,
             (sequences_of(problem, x.out), sequences_of(problem, x.lse), partial_out, partial_lse, x.table, x.sinks,
              problem.num_rows, problem.num_heads_kv, num_parts),
-            constexprs, num_warps=4, **({"launch_pdl": True} if self.DEPENDENT else {}),
+            constexprs, num_warps=warps, **({"launch_pdl": True} if self.DEPENDENT else {}),
         )  # fmt: skip
 
     # Of this tier's kernel; that of another has its own

@@ -37,20 +37,19 @@ from flashtile.device import cache, masks, scores, softmax
 from flashtile.device.append import Append
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
+from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
 from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.scores import ScoreParams, params_of
 from flashtile.device.tensors import head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.portable.combine import ELEMENTS, chunk_of, merge_rows, store_rows
 from flashtile.tiles import padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
-LSE_COPIES = tl.constexpr(4)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
 # and the fewest columns, where each row tile has programs of its own
