@@ -239,10 +239,10 @@ CONFIGS = (
     TileConfig(64, 32, 8, 1),
     TileConfig(16, 32, 4, 1),
 )
-# Partial results of a sequence that a program of `merge` reads at once, at most
-MAX_CHUNK = 128
-# Numbers of these for a program and its warps, by how many there are; docs/kernels/mla.md has what was tried
-MERGE_NUMBERS = ((32, 1024, 1), (MAX_CHUNK, 8192, 4))
+# Numbers of partial results that a program of `merge` reads at once, and its warps, by how many a sequence has. With 1 hardly
+# one is cut: few programs, that have nothing to do. What was tried is in docs/kernels/mla.md
+MERGE_PROGRAMS = {1: (8192, 4), 2: (1024, 1), 4: (1024, 1), 8: (4096, 4), 16: (4096, 4), 32: (1024, 1), 64: (8192, 4),
+                  128: (8192, 4)}  # fmt: skip
 
 
 def shared_bytes(problem, config) -> int:
@@ -323,10 +323,10 @@ def _is_viewable(x, *shape) -> bool:
     return True
 
 
-def _chunk_of(parts) -> int:
-    """Power of two: all `parts` at once, but for a few more than a power of two, which take a second round."""
-    chunk = 1 << max(parts, 2).bit_length() - 1
-    return min(chunk if 8 * parts <= 9 * chunk else 2 * chunk, MAX_CHUNK)
+def _about(parts) -> int:
+    """The power of two above, but for a few more than one, which take a second round."""
+    below = 1 << max(parts, 1).bit_length() - 1
+    return min(below if 8 * parts <= 9 * below else 2 * below, max(MERGE_PROGRAMS))
 
 
 class Call:
@@ -415,8 +415,10 @@ class Call:
         total_rows = problem.num_heads_kv * problem.num_rows
         # As many partial results as a sequence has, where all are as long; those that have more take several rounds
         most = triton.cdiv(self.max_length, schedule.TILE.value * schedule.MIN_PART.value)
-        chunk = _chunk_of(min(num_parts // problem.num_sequences, most))
-        numbers, warps = next(rest for largest, *rest in MERGE_NUMBERS if chunk <= largest)
+        # Where there are fewer parts than sequences, about all cut one in two
+        parts = 2 if by_part else _about(min(num_parts // problem.num_sequences, most))
+        numbers, warps = MERGE_PROGRAMS[parts]
+        chunk = max(parts, 2)
         columns = min(problem.head_dim_v, numbers // chunk)
         rows = numbers // (chunk * columns)
         grid = (triton.cdiv(total_rows, rows), num_parts if by_part else problem.num_sequences,
