@@ -13,7 +13,7 @@ then that comes from where compiled models take theirs, and a call costs 6.1 ove
 import torch
 
 from flashtile import dispatch, hardware, settings
-from flashtile.calls import Calls
+from flashtile.calls import Calls, again
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import nobody_observes, resolved, unobserved
 from flashtile.problem import autocast, is_autocast
@@ -56,16 +56,9 @@ def _known(tensors, options):
     return None if settings.debug() else _CALLS.find(tensors, options)
 
 
-def _again(call, tensors):
-    if hardware.is_current(tensors[0]):
-        return call(tensors)
-    with hardware.on_device_of(tensors[0]):
-        return call(tensors)
-
-
 def _known_or_run(operands, options, asked):
     call = _known(operands, asked)
-    return _run(operands, options, asked) if call is None else _again(call, operands)
+    return _run(operands, options, asked) if call is None else again(call, operands)
 
 
 def _op(*arguments):
@@ -107,7 +100,7 @@ def attention_with_kvcache(tensors, options):
     if call is None or torch.is_grad_enabled() and _differentiable(tensors):
         out, lse = _checked(CacheOperands(*tensors), options)
     else:
-        out, lse = _again(call, tensors)
+        out, lse = again(call, tensors)
     return (out, lse) if options[-1] else out
 
 

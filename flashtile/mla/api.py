@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtile.calls import again
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
-from flashtile.mla.problem import HEAD_DIM_V, check_int32
+from flashtile.mla.problem import HEAD_DIM_V, MlaOperands, check_int32
 from flashtile.problem import autocast, check_no_gradients, is_autocast
 
 
@@ -109,19 +110,23 @@ def mla_decode(
         UnsupportedError: no tier takes the problem, or a tensor requires a gradient; lists each refusal.
     Source: DeepSeek-AI 2024, DeepSeek-V2, section 2.1; the shapes and the packed layout are FlashMLA's.
     """
-    check_types(causal, softmax_scale, head_dim_v, q=q, kv_cache=kv_cache, block_table=block_table,
-                cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length, sinks=sinks)  # fmt: skip
-    check_no_gradients("mla_decode", (q, kv_cache, sinks))
-    if is_autocast(q):
-        # The cache stays what it is
-        packed = kv_cache.dtype in cache.DTYPES
-        q = autocast(q, torch.get_autocast_dtype(q.device.type) if packed else kv_cache.dtype)
-    table = None
+    if not isinstance(schedule, Schedule | None):
+        raise DtypeError(explain("schedule", "a Schedule of make_schedule", type(schedule).__name__))
+    table = None if schedule is None else schedule.table
+    operands = MlaOperands(q, kv_cache, block_table, cache_seqlens, indices, topk_length, sinks, table)
+    options = head_dim_v, softmax_scale, causal, True
+    call = ops.known(operands, options)
+    if call is None:
+        check_types(causal, softmax_scale, head_dim_v, **operands._asdict())
+        check_no_gradients("mla_decode", (q, kv_cache, sinks))
+        if is_autocast(q):
+            # The cache stays what it is
+            packed = kv_cache.dtype in cache.DTYPES
+            q = autocast(q, torch.get_autocast_dtype(q.device.type) if packed else kv_cache.dtype)
+            operands = operands._replace(q=q)
     if schedule is not None:
         _check_schedule(schedule, q, kv_cache, indices)
-        table = schedule.table
-    out, lse = ops.decode_op(q, kv_cache, block_table, cache_seqlens, indices, topk_length, sinks, table, head_dim_v,
-                             softmax_scale, causal, True)  # fmt: skip
+    out, lse = ops.decode_op(*operands, *options) if call is None else again(call, operands)
     return (out, lse) if return_lse else out
 
 
@@ -143,8 +148,6 @@ def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
 
 
 def _check_schedule(schedule, q, kv_cache, indices) -> None:
-    if not isinstance(schedule, Schedule):
-        raise DtypeError(explain("schedule", "a Schedule of make_schedule", type(schedule).__name__))
     if q.dim() != 4 or kv_cache.dim() != 4:
         return
     batch, seqlen_q, num_heads = q.shape[:3]

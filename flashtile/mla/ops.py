@@ -3,9 +3,10 @@
 import torch
 
 from flashtile import hardware, settings
-from flashtile.calls import Calls
+from flashtile.calls import Calls, again
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
+from flashtile.ops import nobody_observes
 
 _TENSORS = (
     "Tensor q, Tensor kv_cache, Tensor? block_table, Tensor? cache_seqlens, Tensor? indices, Tensor? topk_length, "
@@ -38,19 +39,27 @@ def _bind(arguments):
     return chosen.module.bind(problem, chosen.config, operands)
 
 
+def known(operands, options):
+    """The bound call of a repeated one that may go without torch's dispatcher, for `calls.again`; else None."""
+    if not nobody_observes() or settings.debug():
+        return None
+    call = _CALLS.find(operands, options)
+    if call is None or torch.is_autocast_enabled("cuda"):
+        return None
+    return None if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands) else call
+
+
 @torch.library.impl("flashtile::mla_decode", ("CPU", "CUDA"))
 def _decode(*arguments):
-    operands = MlaOperands(*arguments[:_NUM_TENSORS])
-    if not operands.q.is_cuda or settings.debug():
-        # The values of lengths and tables are checked in each call
+    operands, options = MlaOperands(*arguments[:_NUM_TENSORS]), arguments[_NUM_TENSORS:]
+    # The values of lengths and tables are checked in each call on a CPU, or if asked for
+    keeps = operands.q.is_cuda and not settings.debug()
+    call = _CALLS.find(operands, options) if keeps else None
+    if call is None:
         call = _bind(arguments)
-    else:
-        call = _CALLS.find(operands, arguments[_NUM_TENSORS:])
-        if call is None:
-            call = _bind(arguments)
-            _CALLS.keep(operands, arguments[_NUM_TENSORS:], call)
-    with hardware.on_device_of(operands.q):
-        return call(operands)
+        if keeps:
+            _CALLS.keep(operands, options, call)
+    return again(call, operands)
 
 
 @torch.library.register_fake("flashtile::mla_decode")

@@ -1,6 +1,7 @@
 """Latent attention decode on a GPU: every case and random ones against float64 on each tier, bits, graphs, prefill."""
 
 import os
+from dataclasses import replace
 
 import checks
 import pytest
@@ -20,6 +21,7 @@ from mla_cases import (
 
 from flashtile import hardware
 from flashtile.calls import Calls
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError
 from flashtile.mla import make_schedule, mla_decode, ops, plan
 from flashtile.mla.problem import MlaOperands, MlaProblem
 
@@ -136,6 +138,30 @@ def test_calls_of_a_kind(tier, name):
     for seed in range(4):
         alive.append(BY_NAME[name].make(torch.bfloat16, "cuda", seed))
         check(BY_NAME[name], torch.bfloat16, "cuda", seed)
+
+
+def test_known_calls_are_checked(tier):
+    """A call of a known kind goes without torch's dispatcher, but not past gradients, autocast and its schedule's shapes."""
+    arguments = BY_NAME["causal"].make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+    q = arguments["q"]
+    schedule = make_schedule(arguments["cache_seqlens"], num_heads=q.shape[2], seqlen_q=q.shape[1])
+    expected = [mla_decode(**arguments, schedule=schedule) for _ in range(4)][0]
+    with pytest.raises(UnsupportedError, match="without gradients"):
+        mla_decode(**arguments | {"q": q.clone().requires_grad_()}, schedule=schedule)
+    with torch.no_grad():
+        assert torch.equal(mla_decode(**arguments | {"q": q.clone().requires_grad_()}, schedule=schedule), expected)
+    with pytest.raises(ShapeError, match="rows a sequence"):
+        mla_decode(**arguments, schedule=replace(schedule, num_rows=schedule.num_rows + 1))
+    with pytest.raises(DtypeError, match="schedule"):
+        mla_decode(**arguments, schedule=schedule.table)
+    with torch.autocast("cuda", torch.float16):
+        # As the cache
+        assert mla_decode(**arguments | {"q": q.float()}, schedule=schedule).dtype == torch.bfloat16
+    mine = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with mine:
+        mla_decode(**arguments, schedule=schedule)
+    assert "flashtile::mla_decode" in {event.key for event in mine.key_averages()}
 
 
 def test_schedule_of_other_lengths(tier, poisoned):
