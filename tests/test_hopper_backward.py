@@ -172,7 +172,7 @@ def test_who_is_waited_for_has_begun(tail_heads, packed):
         most = sum(num_tiles) + len(lengths)
         table = torch.zeros(schedule.ENTRY.value * (1 + most) + len(lengths), dtype=torch.int32)
         packing = Packing(starts, starts, None, None)
-        schedule.plan_packed[(1,)](table, packing, (), None, len(lengths), most, 0, heads, False, TILE_M=tile, BLOCK=32)
+        schedule.plan_packed[(1,)](table, packing, (), (), None, len(lengths), most, 0, 0, heads, TILE_M=tile, BLOCK=32)
         order = (sum(num_tiles), heads, heads * len(lengths), 64 * tail_heads, 1)
     units = sum(num_tiles) * heads
     out = torch.full((units + 2, 5), -1, dtype=torch.int32)

@@ -153,7 +153,7 @@ def test_what_is_compiled_ahead_is_what_calls_launch(tmp_path):
 def test_prefills_on_hopper_compile():
     """What spills is the producer's, but at head dim 256, which forwards of that spill as well."""
     rows = run("prefills")
-    assert {row["kernel"] for row in rows} == {"append_rows", "plan_packed", "attention_forward"}
+    assert {row["kernel"] for row in rows} == {"append_rows", "plan_cached", "attention_forward"}
     for row in rows:
         assert row["tier"] == "hopper" and row["shared_bytes"] <= row["smem_bytes"], row
         if row["kernel"] == "attention_forward":

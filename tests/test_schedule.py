@@ -17,7 +17,6 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     from flashtile.device import schedule
-    from flashtile.device.cache import CacheLayout, PackedCache
     from flashtile.device.lengths import Packing
     from flashtile.device.masks import Window
 
@@ -87,9 +86,9 @@ def test_packed_tiles(lengths, used):
     out, lse = torch.full((total_q, heads, dim), 7.0), torch.full((heads, total_q), 7.0)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, *seqused)
     other = torch.full((starts_k[-1] + 1, 1, 5), 7.0)
-    rests = schedule.rest_of(out, cu_seqlens_q), schedule.rest_of(other, cu_seqlens_k)
-    schedule.plan_packed[(3,)](table, packing, rests, lse, len(lengths), max_tiles, total_q, heads, False, TILE_M=tile_m,
-                               BLOCK=64)  # fmt: skip
+    rests = (schedule.rest_of(out, cu_seqlens_q),), (schedule.rest_of(other, cu_seqlens_k),)
+    schedule.plan_packed[(3,)](table, packing, *rests, lse, len(lengths), max_tiles, total_q, other.shape[0], heads,
+                               TILE_M=tile_m, BLOCK=64)  # fmt: skip
     assert (out[starts_q[-1] :] == 0).all() and (out[: starts_q[-1]] == 7).all()
     assert (other[-1] == 0).all() and (other[:-1] == 7).all()
     assert (lse[:, starts_q[-1] :] == float("-inf")).all() and (lse[:, : starts_q[-1]] == 7).all()
@@ -114,18 +113,18 @@ def _ints(*values):
 
 
 def _cached_sequences(layout, window, batch, seqlen_q, total_q, rows_apart, whole):
-    """(start_q, seqlen_q, start_k, seqlen_k) of each sequence that has a tile of 128 queries."""
+    """(start_q, seqlen_q, start_k, seqlen_k) of each sequence that has a tile of 128 queries. layout: of a CacheLayout."""
     max_tiles = total_q // 128 + batch
     table = torch.full((8 * (1 + max_tiles) + batch,), -1, dtype=torch.int32)
-    cache = PackedCache(layout, Window(*window), seqlen_q, rows_apart, whole)
-    schedule.plan_packed[(1,)](table, cache, (), None, batch, max_tiles, total_q, 1, True, TILE_M=128, BLOCK=32)
+    schedule.plan_cached[(1,)](table, layout[:6], *layout[6:], Window(*window), seqlen_q, rows_apart, whole, batch, max_tiles,
+                               TILE_M=128, BLOCK=32)  # fmt: skip
     entries = table[8 : 8 * (1 + max_tiles)].view(-1, 8)[: table[0]]
     return {int(entry[0]): tuple(entry[3:7].tolist()) for entry in entries}
 
 
 def test_sequences_of_a_cache_are_rows():
     """Rows of a cache, padding on the left, new keys; lengths and rows that point outside are limited."""
-    layout = CacheLayout(_ints(60, 2000, -5, 0), None, _ints(2, 0, 9, 1), _ints(7, 0, 0, 0), None, None, 0, 10, 100, 3, 0)
+    layout = _ints(60, 2000, -5, 0), None, _ints(2, 0, 9, 1), _ints(7, 0, 0, 0), None, None, 0, 10, 100, 3, 0
     found = _cached_sequences(layout, (None, None), 4, 130, 520, 120, 1)
     # start_q, seqlen_q, start_k, seqlen_k
     assert found == {0: (0, 130, 247, 63), 1: (130, 130, 0, 100), 2: (260, 130, 240, 10), 3: (390, 130, 120, 10)}
@@ -134,12 +133,12 @@ def test_sequences_of_a_cache_are_rows():
 @pytest.mark.parametrize(("whole", "hidden"), [(1, 50), (16, 48), (64, 0)])
 def test_what_a_window_hides_from_all_queries_is_left_out(whole, hidden):
     table = torch.zeros(2, 8, dtype=torch.int32)
-    layout = CacheLayout(_ints(90, 40), table, None, None, _ints(0, 20, 150), None, 8, 0, 128, 9, 150)
+    layout = _ints(90, 40), table, None, None, _ints(0, 20, 150), None, 8, 0, 128, 9, 150
     found = _cached_sequences(layout, (20, 0), 2, 130, 150, 0, whole)
     assert found == {0: (0, 20, hidden, 90 - hidden), 1: (20, 130, 0, 40)}
 
 
 def test_packed_queries_that_overlap_stay_in_the_table():
-    layout = CacheLayout(_ints(*[50] * 6), None, None, None, _ints(0, 260, 0, 260, 0, 260, 0), None, 0, 0, 64, 6, 260)
+    layout = _ints(*[50] * 6), None, None, None, _ints(0, 260, 0, 260, 0, 260, 0), None, 0, 0, 64, 6, 260
     found = _cached_sequences(layout, (None, None), 6, 260, 260, 64, 1)
     assert len(found) <= 260 // 128 + 6

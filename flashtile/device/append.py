@@ -78,15 +78,19 @@ def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, 
     tl.store(ptrs, x.to(x_cache.ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_new", "num_sequences", "seqlen_new", "seqlen_q"])
+@triton.jit(do_not_specialize=[*cache.BOUNDS, "num_new", "num_sequences", "seqlen_q"])
 def append_rows(
-    q, q_rotated, k, v, k_cache, v_cache, layout, rotary, k_descale, v_descale, num_new, num_sequences,
-    seqlen_new, seqlen_q, num_heads, num_heads_kv, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, MOVES: tl.constexpr,
-    CONVERT_K: tl.constexpr, CONVERT_V: tl.constexpr, HEADS: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    HAS_DEPENDENT: tl.constexpr,
+    q, q_rotated, k, v, k_cache, v_cache, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, rotary,
+    k_descale, v_descale, num_new, num_sequences, seqlen_q, num_heads, num_heads_kv, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, MOVES: tl.constexpr, CONVERT_K: tl.constexpr, CONVERT_V: tl.constexpr, HEADS: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, heads): the first num_new rows are those of k and v, the others those of q. q, ...: Rows."""
+    """Programs (row, heads): the first num_new rows are those of k and v, the others those of q. q, ...: Rows.
+
+    index_tensors to total_q: see `cache.CacheLayout`.
+    """
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if HAS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -158,7 +162,7 @@ class Append:
         num_new = k.shape[0] if k.dim() == 3 else k.shape[0] * k.shape[1]
         num_q = (q.shape[0] if problem.varlen else q.shape[0] * q.shape[1]) if problem.rotary_dim else 0
         heads = problem.num_heads if problem.rotary_dim else problem.num_heads_kv
-        self.shape = (num_new, problem.batch, problem.seqlen_new, problem.seqlen_q, problem.num_heads, problem.num_heads_kv)
+        self.shape = (num_new, problem.batch, problem.seqlen_q, problem.num_heads, problem.num_heads_kv)
         self.constexprs = {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_D": triton.next_power_of_2(problem.head_dim), "BLOCK_DV": triton.next_power_of_2(problem.head_dim_v),
@@ -178,5 +182,5 @@ class Append:
         rotary = Rotary(cos, operands.rotary_sin, stride, length, operands.rotary_seqlens)
         rows = (rows_of(x) for x in (operands.q, q_rotated, operands.k, operands.v, operands.k_cache, operands.v_cache))
         descales = map(per_head_of, (operands.k_descale, operands.v_descale))
-        arguments = (*rows, cache.layout_of(self.problem, operands), rotary, *descales, *self.shape)
+        arguments = (*rows, *cache.layout_arguments(self.problem, operands), rotary, *descales, *self.shape)
         launch(append_rows, self.grid, arguments, self.constexprs, num_warps=4, num_stages=1)

@@ -9,9 +9,15 @@ from flashtile.device.lengths import Lengths
 from flashtile.device.masks import Window
 from flashtile.device.tensors import Rows
 
+# The numbers of a CacheLayout, as a kernel's own arguments that are not specialised: in a tuple all are, so that another number
+# of pages or another width of the table may compile the kernel anew
+BOUNDS = ("table_stride", "seqlen_new", "capacity", "num_rows", "total_q")
+
 
 class CacheLayout(NamedTuple):
     """Pointers to int32 index tensors, None where an option is off, and the bounds that hold for all sequences.
+
+    A kernel makes it: CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q).
 
     capacity: slots of a sequence, and its length where cache_seqlens is None. num_rows: pages, or rows of a cache without
     pages. total_q: rows of packed queries.
@@ -30,11 +36,11 @@ class CacheLayout(NamedTuple):
     total_q: Any
 
 
-def layout_of(problem, operands) -> CacheLayout:
-    """The CacheLayout of a CacheProblem and its CacheOperands, which hold its tensors in the same order."""
+def layout_arguments(problem, operands) -> tuple:
+    """index_tensors and BOUNDS of a CacheProblem and its CacheOperands, which hold the tensors in the same order."""
     table = operands.block_table
-    return CacheLayout(*operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
-                       operands.k_cache.shape[0], problem.total_q or 0)  # fmt: skip
+    return (operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
+            operands.k_cache.shape[0], problem.total_q or 0)  # fmt: skip
 
 
 class Slots(NamedTuple):
@@ -48,15 +54,16 @@ class Slots(NamedTuple):
 class Pages(NamedTuple):
     """Of a block table, for `load_pages`, and what it leads to: k and v, Rows with strides in units of 16 bytes.
 
-    rows_apart: of k and v, from one page's begin to the next one's, in tokens.
+    rows_apart: of k and v, from one page's begin to the next one's, in tokens. A kernel makes it: Pages(*pages, table_stride,
+    num_rows), see BOUNDS.
     """
 
     block_table: Any
-    table_stride: Any
-    num_rows: Any
     rows_apart: Any
     k: Rows
     v: Rows
+    table_stride: Any
+    num_rows: Any
 
 
 class PackedCache(NamedTuple):
@@ -107,6 +114,15 @@ def load_queries(layout, batch, mask, seqlen_q):
         start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
         stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
         return start, _clamp(stop - start, 0, seqlen_q)
+
+
+@triton.jit
+def lse_rows(lse, layout, seqlen_q, num_heads):
+    """Rows of a contiguous lse, (batch, num_heads, seqlen_q), or of packed queries (num_heads, total_q)."""
+    if layout.cu_seqlens_q is None:
+        return Rows(lse, seqlen_q.to(tl.int64) * num_heads, 1, seqlen_q)
+    else:
+        return Rows(lse, 0, 1, layout.total_q)
 
 
 @triton.jit

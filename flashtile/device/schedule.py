@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.device.cache import load_packed_lengths
+from flashtile.device.cache import BOUNDS, CacheLayout, PackedCache, load_packed_lengths
 from flashtile.device.lengths import Lengths, load_lengths
 from flashtile.device.numerics import NEG_INF
 
@@ -85,28 +85,27 @@ ENTRY = tl.constexpr(8)
 
 
 class Rest(NamedTuple):
-    """Rows of a packed tensor behind its last sequence: from starts[batch] on, of total_rows."""
+    """Rows of a packed tensor behind its last sequence: from starts[batch] on."""
 
     ptr: Any
     starts: Any
-    total_rows: Any
     row_elements: Any
 
 
 def rest_of(x, cu_seqlens) -> Rest:
     """x: (total, heads, dim), contiguous."""
-    return Rest(x, cu_seqlens, x.shape[0], x.shape[1] * x.shape[2])
+    return Rest(x, cu_seqlens, x.shape[1] * x.shape[2])
 
 
 @triton.jit
-def _clear_rest(rest, batch, BLOCK: tl.constexpr):
+def _clear_rest(rest, total_rows, batch, BLOCK: tl.constexpr):
     """The work of all programs but the first."""
     row_elements = tl.cast(rest.row_elements, tl.int64)
     begin = tl.load(rest.starts + batch) * row_elements + (tl.program_id(0) - 1) * BLOCK
     index = tl.arange(0, BLOCK)
-    for i in range(begin, rest.total_rows * row_elements, (tl.num_programs(0) - 1) * BLOCK):
+    for i in range(begin, total_rows * row_elements, (tl.num_programs(0) - 1) * BLOCK):
         zeros = tl.zeros((BLOCK,), rest.ptr.dtype.element_ty)
-        tl.store(rest.ptr + i + index, zeros, mask=i + index < rest.total_rows * row_elements)
+        tl.store(rest.ptr + i + index, zeros, mask=i + index < total_rows * row_elements)
 
 
 @triton.jit
@@ -118,22 +117,32 @@ def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
             tl.store(lse + head * total_q.to(tl.int64) + rows, tl.full((BLOCK,), NEG_INF, tl.float32), mask=rows < total_q)
 
 
-@triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "num_heads"])
-def plan_packed(table, packing, rests, lse, batch, max_tiles, total_q, num_heads, CACHED: tl.constexpr, TILE_M: tl.constexpr,
+@triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "total_k", "num_heads"])
+def plan_packed(table, packing, rests_q, rests_k, lse, batch, max_tiles, total_q, total_k, num_heads, TILE_M: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
     table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
-    since all programs read one; then each one's first tile. packing: Packing, or with CACHED a `cache.PackedCache`. rests: a
-    tuple of Rest. lse: (num_heads, total_q), or None.
+    since all programs read one; then each one's first tile. rests_q, rests_k: tuples of Rest, of total_q and total_k rows. lse:
+    (num_heads, total_q), or None.
     """
     if tl.program_id(0) == 0:
-        _write_table(table, packing, batch, max_tiles, CACHED, TILE_M, BLOCK)
+        _write_table(table, packing, batch, max_tiles, False, TILE_M, BLOCK)
     else:
-        for i in tl.static_range(len(rests)):
-            _clear_rest(rests[i], batch, BLOCK)
+        for i in tl.static_range(len(rests_q)):
+            _clear_rest(rests_q[i], total_q, batch, BLOCK)
+        for i in tl.static_range(len(rests_k)):
+            _clear_rest(rests_k[i], total_k, batch, BLOCK)
         if lse is not None:
             _clear_rest_of_lse(lse, tl.load(packing.cu_seqlens_q + batch), total_q, num_heads, BLOCK)
+
+
+@triton.jit(do_not_specialize=[*BOUNDS, "seqlen_q", "rows_apart", "batch", "max_tiles"])
+def plan_cached(table, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, rows_apart,
+                whole, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One program writes the table of `plan_packed` for a call on a cache, a `PackedCache`."""
+    layout = CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    _write_table(table, PackedCache(layout, window, seqlen_q, rows_apart, whole), batch, max_tiles, True, TILE_M, BLOCK)
 
 
 @triton.jit

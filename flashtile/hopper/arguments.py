@@ -6,7 +6,6 @@ import torch
 
 from flashtile import counters, hardware
 from flashtile.device import schedule
-from flashtile.device.cache import PackedCache
 from flashtile.device.compat import TensorDescriptor, gl
 from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
@@ -155,7 +154,7 @@ def _plan_forward(launch, problem, config, operands, out, lse, table):
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
     # All rows are cleared before where sequences may use less than they have.
     rests, rest_lse = ((), None) if problem.has_seqused_q else ((schedule.rest_of(out, operands.cu_seqlens_q),), lse)
-    launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, rest_lse)
+    launch_plan(launch, problem, table, packing, max_query_tiles(problem, config), config.queries, rests, (), rest_lse)
 
 
 def _without_keys(out, lse, sinks):
@@ -178,12 +177,16 @@ def table_entries(problem, config):
     return schedule.ENTRY.value * (1 + max_query_tiles(problem, config)) + problem.batch
 
 
-def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests, lse=None):
+def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests_q, rests_k, lse=None):
     """`schedule.plan_packed`, whose other programs than the first have something to do where there are rests."""
-    arguments = (table, packing, rests, lse, problem.batch, max_tiles, problem.total_q, problem.num_heads)
-    grid = (33 if rests else 1,)
-    constexprs = {"CACHED": isinstance(packing, PackedCache), "TILE_M": tile_rows, "BLOCK": 1024}
-    launch(schedule.plan_packed, grid, arguments, constexprs, num_warps=8)
+    arguments = (table, packing, rests_q, rests_k, lse, problem.batch, max_tiles, problem.total_q, problem.total_k,
+                 problem.num_heads)  # fmt: skip
+    launch_table(launch, schedule.plan_packed, 33 if rests_q or rests_k else 1, arguments, tile_rows)
+
+
+def launch_table(launch, kernel, num_programs, arguments, tile_rows):
+    """A kernel of `schedule` that writes a table of packed tiles."""
+    launch(kernel, (num_programs,), arguments, {"TILE_M": tile_rows, "BLOCK": 1024}, num_warps=8)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -299,8 +302,8 @@ def _load_first(problem, config):
 def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None.
 
-    out and lse of a packed call may be batched: then its sequences have one length. pages: `cache.Pages`, or None;
-    page_rows: of boxes of a page, 0 where its tokens are gathered.
+    out and lse of a packed call may be batched: then its sequences have one length. pages: what the kernel makes
+    `cache.Pages` of, or None; page_rows: of boxes of a page, 0 where its tokens are gathered.
     """
     num_sms = hardware.detect(out.device).num_sms or 132
     itemsize = problem.dtype.itemsize
@@ -337,8 +340,8 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         describe(operands.q, ROWS, min(box_d, block_d // 2) if split_q else box_d, config.heads),
         describe(operands.q, ROWS, rest, config.heads) if rest else None,
         describe(operands.k, rows_k, box_k), describe(operands.k, rows_k, min(rest, box_k)) if rest else None,
-        describe(operands.v, rows_k, box_v), describe(out, ROWS, out_columns, config.heads), lse, counter, table, pages,
-        Window(*problem.window), score_params, cap, operands.sinks, dropout, lse.shape[-1],
+        describe(operands.v, rows_k, box_v), describe(out, ROWS, out_columns, config.heads), lse, counter, table,
+        *(pages or (None, None, None)), Window(*problem.window), score_params, cap, operands.sinks, dropout, lse.shape[-1],
         (num_heads * config.heads - 1) * problem.seqlen_q if problem.varlen and lse.dim() == 3 else None, problem.seqlen_q,
         problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
     )  # fmt: skip

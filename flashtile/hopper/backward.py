@@ -1374,11 +1374,11 @@ def launch_rows(problem, config, call, launch=launch_now):
 def plan_keys(problem, config, call, launch):
     """The table of tiles of keys: `schedule.plan_packed` with queries and keys exchanged."""
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = call.operands[3:7]
-    rests = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),)
+    rests_q, rests_k = () if problem.has_seqused_q else (schedule.rest_of(call.dq, cu_seqlens_q),), ()
     if not problem.has_seqused_k:
-        rests += tuple(schedule.rest_of(x, cu_seqlens_k) for x in written_gradients(call))
+        rests_k = tuple(schedule.rest_of(x, cu_seqlens_k) for x in written_gradients(call))
     packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
-    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests)
+    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests_q, rests_k)
 
 
 def launch_main(problem, config, call, launch):

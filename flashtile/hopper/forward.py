@@ -57,6 +57,7 @@ from typing import Any, NamedTuple
 from flashtile.device import columns, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
 from flashtile.device.barriers import allocate_barriers
+from flashtile.device.cache import Pages
 from flashtile.device.compat import (
     async_copy,
     fence_async_shared,
@@ -1027,23 +1028,24 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
 
 
 @gluon.jit(do_not_specialize=[
-    "lse_stride", "lse_apart", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads", "heads_per_group", "tail_heads",
+    "table_stride", "num_pages", "lse_stride", "lse_apart", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads",
+    "heads_per_group", "tail_heads",
 ])  # fmt: skip
 def attention_forward(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, pages, window, score_params, cap, sinks,
-    dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads, heads_per_group, tail_heads,
-    GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr,
-    LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
-    LOAD_FIRST: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr,
-    GATHERED: gl.constexpr,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, pages, table_stride, num_pages, window,
+    score_params, cap, sinks, dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads,
+    heads_per_group, tail_heads, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    LOAD_WARPS: gl.constexpr, LOAD_FIRST: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
+    MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr,
+    HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
 
-    table: of `schedule.plan_packed`, or None. In a packed call heads_per_group counts rows of keys. pages: `cache.Pages` of
-    PAGE_SIZE tokens that have k and v, or None. lse_stride, lse_apart: see LseRows. Constants: see Variant. REGISTERS,
+    table: of `schedule`, or None. In a packed call heads_per_group counts rows of keys. pages, table_stride, num_pages: of
+    `cache.Pages` of PAGE_SIZE tokens, or None. lse_stride, lse_apart: see LseRows. Constants: see Variant. REGISTERS,
     LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are the first warps, and
     get the registers that are left.
     """
@@ -1053,6 +1055,8 @@ def attention_forward(
     )  # fmt: skip
     if table is not None:
         num_tiles = gl.load(table)
+    if pages is not None:
+        pages = Pages(*pages, table_stride, num_pages)
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)

@@ -1,6 +1,6 @@
 """Calls on a key-value cache with many queries, prefill and chunked prefill, by the forward kernel of this tier.
 
-Such a call is a packed one: sequences, batched or not, have rows of q and out one after the other, and `schedule.plan_packed`
+Such a call is a packed one: sequences, batched or not, have rows of q and out one after the other, and `schedule.plan_cached`
 reads from the device where their keys are and how many. In a cache without pages they are rows of one tensor; with pages a tile
 of keys has a box of each page, whose number the producer looks up (`boxes.load_pages`). TMA ends a box where the sequence ends,
 so that nothing of an unused slot is read; keys that a window hides from all queries of a sequence are no part of it, with pages
@@ -22,8 +22,9 @@ New keys go to the cache before (`device.append`). Calls of few queries, decodin
 import torch
 
 from flashtile import counters, hardware, tiles
+from flashtile.device import schedule
 from flashtile.device.append import Append
-from flashtile.device.cache import PackedCache, Pages, layout_of
+from flashtile.device.cache import layout_arguments
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.tensors import Rows, rows_of
@@ -87,15 +88,14 @@ class Call:
             self.append.start(launch, operands, q)
         if self.is_empty:
             return
-        problem, layout = self.problem, layout_of(self.problem, operands)
-        pages = None
+        problem, pages = self.problem, None
         if problem.page_size:
-            pages = Pages(operands.block_table, operands.block_table.stride(0), operands.k_cache.shape[0], self.rows_apart,
-                          _in_units(operands.k_cache), _in_units(operands.v_cache))  # fmt: skip
-        cache = PackedCache(layout, Window(*problem.window), problem.seqlen_q, self.rows_apart,
-                            problem.page_size if self.page_rows else 1)  # fmt: skip
-        max_tiles = arguments.max_query_tiles(self.packed, self.config)
-        arguments.launch_plan(launch, self.packed, table, cache, max_tiles, self.config.queries, ())
+            pages = (operands.block_table, self.rows_apart, _in_units(operands.k_cache), _in_units(operands.v_cache))
+            pages = (pages, operands.block_table.stride(0), operands.k_cache.shape[0])
+        planned = (table, *layout_arguments(problem, operands), Window(*problem.window), problem.seqlen_q, self.rows_apart,
+                   problem.page_size if self.page_rows else 1, problem.batch,
+                   arguments.max_query_tiles(self.packed, self.config))  # fmt: skip
+        arguments.launch_table(launch, schedule.plan_cached, 1, planned, self.config.queries)
         attended = Operands(q, operands.k_cache, operands.v_cache, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
         values, constexprs, grid = arguments.forward_arguments(
             self.packed, self.config, attended, out, lse, table, counter, pages, problem.page_size or 0,

@@ -467,16 +467,18 @@ def _attend_share(
                                partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, SIDE, ROWS, CHUNK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles"])
+@triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
 def decode_attention(
-    q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv,
-    num_tiles, num_splits, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
-    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    q, k, v, out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, score_params,
+    sinks, descales, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, GROUP_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
+    BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: Rows or None. partial: Partial.
+    """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
+
+    index_tensors to total_q: see `cache.CacheLayout`.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
     ONE_LOOP: num_tiles is 1, and a share one loop. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
@@ -484,6 +486,9 @@ def decode_attention(
     which changes no lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are
     at most, and CHUNK: of its parts at once, where this kernel merges.
     """
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    if lse is not None:
+        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
     program = tl.program_id(0)
     if HAS_DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -538,18 +543,21 @@ def decode_attention(
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, ROWS, CHUNK)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
+@triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
 def merge_parts(
-    out, lse, partial, layout, window, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, num_programs,
-    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
-    BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, num_sequences,
+    num_heads_kv, num_tiles, num_splits, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
 
     With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
     shares, for the row tile that the first of its borders cuts.
     """
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    if lse is not None:
+        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
     program = tl.program_id(0)
     if BALANCED:
         num_shares = num_programs // SIDE
@@ -679,17 +687,17 @@ class Call:
         parts = Partial(None, None, None)
         if partial is not None:
             parts = Partial(partial[self.partial_rows * LSE_COPIES.value :], partial, stored)
-        results = rows_of(out), None if lse is None else rows_of(lse, lse=True), parts
-        layout, window = cache.layout_of(problem, operands), Window(*problem.window)
+        results = rows_of(out), lse, parts
+        layout, window = cache.layout_arguments(problem, operands), Window(*problem.window)
         descales = Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
         launch(
             decode_attention, self.grid,
-            (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, layout, window, score_params,
+            (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, *layout, window, score_params,
              operands.sinks, descales, *self.shape),
             self.constexprs, **self.options,
         )  # fmt: skip
         if self.has_merge:
-            launch(merge_parts, self.merge_grid, (*results, layout, window, *self.shape, *self.grid), self.merge_constexprs,
+            launch(merge_parts, self.merge_grid, (*results, *layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
 
 
