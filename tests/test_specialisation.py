@@ -45,6 +45,26 @@ def _kvcache(rows=64, page_size=None, width=64, table_stride=None, seqlen_q=1, t
     return lambda: plan.module.bind_decode(problem, plan.configs, operands, device)(operands)
 
 
+def _latent(tier, pages=64, page_size=64, width=64, table_stride=None, topk=None, index_stride=None, packed=False, batch=8):
+    """A call of `mla_decode`."""
+    from flashtile import hardware
+    from flashtile.mla import plan
+    from flashtile.mla.problem import MlaOperands, MlaProblem
+
+    q = _empty(batch, 1, 64, 576, dtype=torch.bfloat16)
+    kv_cache = _empty(pages, page_size, 1, 656 if packed else 576, dtype=torch.uint8 if packed else torch.bfloat16)
+    where = {"block_table": _empty(batch, table_stride or width)[:, :width], "cache_seqlens": _empty(batch)}
+    if topk:
+        where = {"indices": _empty(batch, 1, index_stride or topk)[..., :topk], "topk_length": _empty(batch)}
+    operands = MlaOperands(q, kv_cache, **where, schedule=_empty(66 + 1 + batch, 2))
+    problem = MlaProblem(
+        batch=batch, seqlen_q=1, num_heads=64, num_heads_kv=1, head_dim=576, head_dim_v=512, dtype=torch.bfloat16,
+        num_pages=pages, page_size=page_size, softmax_scale=0.1, topk=topk, has_topk_length=bool(topk), fp8=packed,
+    )  # fmt: skip
+    chosen = plan.plan(problem, hardware.by_name("H200"), (tier,))
+    return lambda: chosen.module.bind(problem, chosen.config, operands)(operands)
+
+
 def _packed(total_q=4096, total_k=4096):
     """The forward of `attention_varlen` on Hopper."""
     from flashtile import dispatch, hardware
@@ -78,6 +98,16 @@ CALLS = [
      {"total_q": (4095,), "table_stride": (81,)}),
     ("prefill that appends", _kvcache, PAGED | {"seqlen_q": 512, "new": 512}, {"new": (511,), "rows": (4097,)}),
     ("packed forward", _packed, {}, {"total_q": (4095,), "total_k": (4095,)}),
+    *(
+        (f"{tier} latent {name}", _latent, {"tier": tier} | shape, numbers) for tier in ("hopper", "portable")
+        for name, shape, numbers in (
+            ("decode", {}, {"pages": (65, 1), "width": (63,), "table_stride": (81,)}),
+            ("decode in pages of 1", {"page_size": 1, "pages": 4096}, {"pages": (4097,), "width": (63,)}),
+            ("sparse decode", {"topk": 512}, {"pages": (65,), "index_stride": (515,)}),
+            ("sparse decode in pages of 1", {"topk": 512, "page_size": 1, "pages": 4096}, {"pages": (4097,)}),
+            ("sparse packed decode", {"topk": 512, "packed": True}, {"pages": (65,), "index_stride": (515,)}),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -128,7 +158,7 @@ def test_numbers_of_a_call_compile_nothing_anew():
     rows = compiled.reports_of(__file__)
     assert len(rows) == sum(len(values) for *_, numbers in CALLS for values in numbers.values())
     kernels = {kernel for row in rows for kernel in row["kernels"]}
-    assert {"append_rows", "attention_forward", "decode_attention", "merge_parts"} <= kernels
+    assert {"append_rows", "attention_forward", "decode_attention", "merge_parts", "decode", "merge"} <= kernels
     wrong = [f"{row['call']}\n  " + "\n  ".join(row["changed"]) for row in rows if row["changed"]]
     assert not wrong, "\n".join(wrong)
 

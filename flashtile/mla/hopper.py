@@ -223,7 +223,7 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
     step = 0
     for index in range(last - begin + 1):
         segment = _segment(lengths, part, index, max_length, 1)
-        pages = keys.block_table + segment.sequence.to(gl.int64) * keys.row_stride
+        pages = keys.block_table + segment.sequence.to(gl.int64) * keys.entry_stride
         page = _page(pages, segment.first, segment.length, TILES_PER_PAGE)
         following_page = _page(pages, segment.first + 1, segment.length, TILES_PER_PAGE)
         _load_queries(q_desc, q_rope_desc, ring, segment.sequence, index, ROPE)
@@ -843,21 +843,23 @@ def _produce(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, m
         _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
 
 
-@gluon.jit(do_not_specialize=["max_length", "num_sequences", "num_rows", "seqlen_q"])
+@gluon.jit(do_not_specialize=["num_slots", "entry_stride", "max_length", "num_sequences", "num_rows", "seqlen_q"])
 def decode(
-    q_desc, q_rope_desc, latent_desc, rope_desc, keys, out, lse, partial_out, partial_lse, table, lengths, sinks,
-    softmax_scale, max_length, num_sequences, num_rows, num_heads, seqlen_q, TILES_PER_PAGE: gl.constexpr,
+    q_desc, q_rope_desc, latent_desc, rope_desc, keys, num_slots, entry_stride, out, lse, partial_out, partial_lse, table,
+    lengths, sinks, softmax_scale, max_length, num_sequences, num_rows, num_heads, seqlen_q, TILES_PER_PAGE: gl.constexpr,
     SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr,
     SPARSE: gl.constexpr, PREFETCH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `launch`; pointers: out, lse, partial_out (slots, num_rows, 512), partial_lse with LSE_COPIES a row.
 
-    latent_desc, rope_desc: of the cache; None where tokens are gathered. keys: of `_keys_of`. table: of schedule.py.
-    lengths: int32, one for SEQUENCES_PER_LENGTH sequences each, or None: max_length, which bounds them anyway. ROPE: 64, or 0
-    for a head dim of 512. PREFETCH: bring tiles to L2 before TMA asks for them. REGISTERS: of a consumer's thread.
+    latent_desc, rope_desc: of the cache; None where tokens are gathered. keys, num_slots, entry_stride: of `portable.Keys`.
+    table: of schedule.py. lengths: int32, one for SEQUENCES_PER_LENGTH sequences each, or None: max_length, which bounds them
+    anyway. ROPE: 64, or 0 for a head dim of 512. PREFETCH: bring tiles to L2 before TMA asks for them. REGISTERS: of a
+    consumer's thread.
     """
     # The merge waits for all of this kernel, but may be loaded meanwhile
     allow_dependents()
+    keys = portable.Keys(*keys, num_slots, entry_stride)
     part = schedule.part_of_program(table, gl.program_id(1), num_sequences)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     dtype: gl.constexpr = q_desc.dtype if keys.scales is None else gl.float16
@@ -1016,7 +1018,7 @@ class Call(portable.Call):
                       "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
         launch(
             decode, (-(-problem.num_rows // ROWS.value), self.num_parts),
-            (*descriptors, keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
+            (*descriptors, *keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
              self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads, problem.seqlen_q),
             constexprs, num_warps=4,
         )  # fmt: skip

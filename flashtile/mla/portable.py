@@ -35,26 +35,30 @@ SCALE_GROUP = tl.constexpr(cache.SCALE_GROUP)
 
 
 class Keys(NamedTuple):
-    """Where keys lie: the cache as latent, scales (None unless packed) and rotary part, each Rows with pages for batches."""
+    """Where keys lie: the cache as latent, scales (None unless packed) and rotary part, each Rows with pages for batches.
+
+    A kernel makes it: Keys(*keys, num_slots, entry_stride), see `device.cache.BOUNDS`.
+    """
 
     latent: Any
     scales: Any
     rope: Any
     page_size: Any
-    num_slots: Any
-    # int32 pointers; one of the two is None. row_stride: of a row of it
+    # int32 pointers; one of the two is None
     block_table: Any
     indices: Any
-    row_stride: Any
+    num_slots: Any
+    # From row to row of the block table or the indices
+    entry_stride: Any
 
 
 @triton.jit
 def entry_ptrs(keys, sequence, cols):
     """Where the block table or the indices hold the tokens `cols` of a sequence."""
     if keys.indices is None:
-        return keys.block_table + sequence.to(tl.int64) * keys.row_stride + cols // keys.page_size
+        return keys.block_table + sequence.to(tl.int64) * keys.entry_stride + cols // keys.page_size
     else:
-        return keys.indices + sequence.to(tl.int64) * keys.row_stride + cols
+        return keys.indices + sequence.to(tl.int64) * keys.entry_stride + cols
 
 
 @triton.jit
@@ -115,16 +119,19 @@ def _absorb_tile(state, acc, q_latent, q_rope, keys, sequence, tile_begin, lengt
     return state, acc
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "seqlen_q", "fixed_length"])
+@triton.jit(do_not_specialize=["num_slots", "entry_stride", "num_sequences", "num_rows", "seqlen_q", "fixed_length"])
 def decode(
-    q, out, lse, keys, partial_out, partial_lse, table, lengths, sinks, softmax_scale, num_sequences, num_rows, num_heads_kv,
-    seqlen_q, fixed_length, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, SEQUENCES_PER_LENGTH: tl.constexpr, IS_CAUSAL: tl.constexpr, LSE_WITH_SINKS: tl.constexpr,
+    q, out, lse, keys, num_slots, entry_stride, partial_out, partial_lse, table, lengths, sinks, softmax_scale, num_sequences,
+    num_rows, num_heads_kv, seqlen_q, fixed_length, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LATENT: tl.constexpr,
+    ROPE: tl.constexpr, GROUP_SIZE: tl.constexpr, SEQUENCES_PER_LENGTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    LSE_WITH_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """q, out, lse: Rows. keys: Keys. partial_out: fp32 (slots, num_heads_kv, num_rows, LATENT); partial_lse with LSE_COPIES.
+    """q, out, lse: Rows. keys, num_slots, entry_stride: of Keys.
 
+    partial_out: fp32 (slots, num_heads_kv, num_rows, LATENT); partial_lse the same with LSE_COPIES for LATENT.
     lengths: int32 pointer, one for SEQUENCES_PER_LENGTH sequences each, or None: fixed_length, which bounds them anyway.
     """
+    keys = Keys(*keys, num_slots, entry_stride)
     num_m_tiles = tl.cdiv(num_rows, TILE_M)
     head_kv = tl.program_id(0) // num_m_tiles
     rows = (tl.program_id(0) % num_m_tiles) * TILE_M + tl.arange(0, TILE_M)
@@ -398,8 +405,8 @@ class Call:
         if x.partial is not None:
             self.start_merge(launch, x, partial_out, partial_lse)
 
-    def keys_of(self, latent, scales, rope, x) -> Keys:
-        """latent, scales, rope: Rows or None."""
+    def keys_of(self, latent, scales, rope, x) -> tuple:
+        """What a kernel makes Keys of; latent, scales, rope: Rows or None."""
         problem = self.problem
         entries = x.entries.view(problem.num_sequences, problem.topk) if problem.sparse else x.entries
         block_table, indices = (None, x.entries) if problem.sparse else (x.entries, None)
@@ -407,7 +414,7 @@ class Call:
         if problem.sparse and all(x is None or x.batch_stride == page_size * x.row_stride for x in rows):
             # Tokens lie side by side: as pages of one, so that no index is divided
             page_size, rows = 1, [x and x._replace(batch_stride=x.row_stride) for x in rows]
-        return Keys(*rows, page_size, problem.num_pages * problem.page_size, block_table, indices, entries.stride(0))
+        return (*rows, page_size, block_table, indices), problem.num_pages * problem.page_size, entries.stride(0)
 
     def start_merge(self, launch, x, partial_out, partial_lse):
         problem, num_parts = self.problem, self.num_parts
@@ -459,7 +466,7 @@ class Call:
                       "LSE_WITH_SINKS": problem.lse_with_sinks}  # fmt: skip
         launch(
             decode, (triton.cdiv(problem.num_rows, config.tile_m) * problem.num_heads_kv, self.num_parts),
-            (sequences_of(problem, x.q), sequences_of(problem, x.out), sequences_of(problem, x.lse), keys, partial_out,
+            (sequences_of(problem, x.q), sequences_of(problem, x.out), sequences_of(problem, x.lse), *keys, partial_out,
              partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale, problem.num_sequences, problem.num_rows,
              problem.num_heads_kv, problem.seqlen_q, self.max_length),
             constexprs, num_warps=config.num_warps, num_stages=config.num_stages,
