@@ -88,7 +88,7 @@ def mla_decode(
             size (on Hopper the fast kernel takes multiples of 64). Or uint8, int8 or e4m3 (num_pages, page_size,
             num_heads_kv, 656), as `flashtile.mla.pack_fp8` makes it, for a head_dim of 576. num_heads % num_heads_kv == 0.
         block_table: (batch, max_pages), int32: the pages of each sequence. Entries past a sequence's length may be anything,
-            and slots past it may hold NaN.
+            and slots past it may hold NaN. Entries that lead outside the cache are limited to its pages.
         cache_seqlens: (batch,), int32: tokens in the cache, those of q included; 0 is allowed.
         indices: (batch, seqlen_q, topk), int32, instead of block_table and cache_seqlens: sparse decode over these slots of
             the cache, page * page_size + offset; entries that are no slot, such as -1, are left out. In any order; in a large

@@ -177,8 +177,10 @@ def _slot(step):
 
 
 @gluon.jit
-def _page(pages, tile, length, TILES_PER_PAGE: gl.constexpr):
-    return gl.load(pages + tile // TILES_PER_PAGE, mask=tile * TILE < length, other=0)
+def _page(pages, tile, length, num_pages, TILES_PER_PAGE: gl.constexpr):
+    """The page of a tile, limited to those that exist."""
+    page = gl.load(pages + tile // TILES_PER_PAGE, mask=tile * TILE < length, other=0)
+    return gl.minimum(gl.maximum(page, 0), num_pages - 1)
 
 
 @gluon.jit
@@ -219,13 +221,14 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
           ROPE: gl.constexpr, PREFETCH: gl.constexpr):  # fmt: skip
     """The producer where pages are tiles."""
     CHUNKS: gl.constexpr = _chunks(ring.latent_ready)
+    num_pages = keys.num_slots // (TILES_PER_PAGE * TILE)
     begin, begin_tile, last, end_tile = part
     step = 0
     for index in range(last - begin + 1):
         segment = _segment(lengths, part, index, max_length, 1)
         pages = keys.block_table + segment.sequence.to(gl.int64) * keys.entry_stride
-        page = _page(pages, segment.first, segment.length, TILES_PER_PAGE)
-        following_page = _page(pages, segment.first + 1, segment.length, TILES_PER_PAGE)
+        page = _page(pages, segment.first, segment.length, num_pages, TILES_PER_PAGE)
+        following_page = _page(pages, segment.first + 1, segment.length, num_pages, TILES_PER_PAGE)
         _load_queries(q_desc, q_rope_desc, ring, segment.sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
             slot = step & 1
@@ -234,7 +237,7 @@ def _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_
             row = (tile % TILES_PER_PAGE) * TILE
             this_page = page
             page = following_page
-            following_page = _page(pages, tile + 2, segment.length, TILES_PER_PAGE)
+            following_page = _page(pages, tile + 2, segment.length, num_pages, TILES_PER_PAGE)
             if PREFETCH:
                 row_ahead = (tile + 1) % TILES_PER_PAGE * TILE
                 # One of the row blocks, which all read it at about the same time

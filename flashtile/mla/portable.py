@@ -69,9 +69,10 @@ def look_up(keys, sequence, cols, length):
 
 @triton.jit
 def place(keys, entries, cols, length):
-    """(page, offset in it, visible) of the tokens `cols`, by what was looked up."""
+    """(page, offset in it, visible) of the tokens `cols`, by what was looked up; pages are limited to those that exist."""
     if keys.indices is None:
-        return entries, cols % keys.page_size, cols < length
+        page = tl.minimum(tl.maximum(entries, 0), keys.num_slots // keys.page_size - 1)
+        return page, cols % keys.page_size, cols < length
     else:
         visible = (entries >= 0) & (entries < keys.num_slots)
         slot = tl.where(visible, entries, 0)

@@ -164,6 +164,22 @@ def test_known_calls_are_checked(tier):
     assert "flashtile::mla_decode" in {event.key for event in mine.key_averages()}
 
 
+@pytest.mark.parametrize("name", ["causal", "page_53", "many_heads"])
+def test_pages_that_do_not_exist(tier, name, poisoned):
+    """Entries of a block table that lead outside the cache are limited to its pages."""
+    arguments = {case.name: case for case in (*CASES, *LARGE)}[name].make(torch.bfloat16, "cuda")
+    skip_refused(tier, arguments)
+    table, num_pages = arguments["block_table"], arguments["kv_cache"].shape[0]
+    wrong, limited = table.clone(), table.clone()
+    for column, (entry, page) in enumerate(((2**31 - 1, num_pages - 1), (-(2**31), 0), (num_pages, num_pages - 1), (-1, 0))):
+        if column < table.shape[1]:
+            wrong[:, column], limited[:, column] = entry, page
+    # Slots of other sequences, which are poisoned past their ends
+    arguments["kv_cache"].nan_to_num_(0.0)
+    results = [mla_decode(**arguments | {"block_table": x}, return_lse=True) for x in (wrong, limited)]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_schedule_of_other_lengths(tier, poisoned):
     for seed in range(60):
         check_other_lengths(seed, torch.bfloat16, "cuda", heads=128 if seed % 2 else 16)
