@@ -19,7 +19,7 @@ BUDGET = json.loads((HERE / "spill_budget.json").read_text())
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 

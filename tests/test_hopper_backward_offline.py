@@ -47,7 +47,7 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 

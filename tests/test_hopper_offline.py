@@ -58,7 +58,7 @@ OPTIONS = {
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 

@@ -22,7 +22,7 @@ MAX_SPILL_PREFILL = 256
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 

@@ -21,7 +21,7 @@ SPILLS = {"hopper": 0, "hopper packed": 24, "portable": 600, "portable packed": 
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.slow,
 ]
 
