@@ -777,12 +777,13 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
     else:
         inverse, row_lse = softmax.finish(state)
         first_row = schedule.partial_slot(part_number, segment.first).to(gl.int64) * num_rows
-        if W == 0:
-            ptrs = partial_lse + (first_row + rows) * LSE_COPIES
-            for copy in gl.static_range(LSE_COPIES):
-                gl.store(ptrs + copy, row_lse, mask=exists)
         offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
         gl.store(partial_out + offsets, acc * columns.per_row(inverse * UNIT_OF_ACC, acc), mask=(acc_rows < num_rows)[:, None])
+        if W == 0:
+            # Last, and the row apart from the slot: otherwise Triton 3.8 spills what gathers tokens
+            ptrs = (partial_lse + first_row * LSE_COPIES) + rows * LSE_COPIES
+            for copy in gl.static_range(LSE_COPIES):
+                gl.store(ptrs + copy, row_lse, mask=exists)
 
 
 @gluon.jit
