@@ -2,6 +2,10 @@
 
 from operator import itemgetter
 
+import torch
+from torch.autograd import forward_ad, profiler
+from torch.compiler import is_compiling
+
 from flashtile import hardware, settings
 from flashtile.device.launch import Remembered
 
@@ -11,6 +15,7 @@ try:
 except ImportError:
     TensorGuards = None
 
+_num_dispatch_modes, _innermost_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 # At calls with equal options, and at those of one kind
 MAX_GLANCES = 4
 
@@ -112,3 +117,15 @@ def again(call, tensors):
         return call(tensors)
     with hardware.on_device_of(tensors[0]):
         return call(tensors)
+
+
+def nobody_observes():
+    """Whether no mode, transform or profiler wants to see the ops of this call: then it may go without torch's dispatcher."""
+    return (
+        not is_compiling()
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
+        and _num_dispatch_modes() == 0
+        and _innermost_transform() is None
+        and not profiler._is_profiler_enabled
+    )

@@ -13,9 +13,9 @@ then that comes from where compiled models take theirs, and a call costs 6.1 ove
 import torch
 
 from flashtile import dispatch, hardware, settings
-from flashtile.calls import Calls, again
+from flashtile.calls import Calls, again, nobody_observes
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
-from flashtile.ops import nobody_observes, resolved, unobserved
+from flashtile.ops import resolved, unobserved
 from flashtile.problem import autocast, is_autocast
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])

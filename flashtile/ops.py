@@ -5,11 +5,10 @@ An op validates, plans and launches, so that all of it is one node to torch.comp
 """
 
 import torch
-from torch.autograd import forward_ad, profiler
-from torch.compiler import is_compiling
+from torch.autograd import forward_ad
 
 from flashtile import dispatch, flops, hardware, settings
-from flashtile.calls import Calls
+from flashtile.calls import Calls, nobody_observes
 from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import (
@@ -224,7 +223,6 @@ dslopes_op = torch.ops.flashtile.dslopes.default
 
 # sinks are a parameter as a rule
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
-_num_dispatch_modes, _innermost_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def unobserved(operands):
@@ -244,18 +242,6 @@ def resolved(operands):
     if not any(x is not None and x.is_neg() for x in operands):
         return operands
     return type(operands)(*(x if x is None else x.resolve_neg() for x in operands))
-
-
-def nobody_observes():
-    """The same of what is not in the tensors."""
-    return (
-        not is_compiling()
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and _num_dispatch_modes() == 0
-        and _innermost_transform() is None
-        and not profiler._is_profiler_enabled
-    )
 
 
 def _keep(ctx, inputs, output):

@@ -3,10 +3,9 @@
 import torch
 
 from flashtile import hardware, settings
-from flashtile.calls import Calls, again
+from flashtile.calls import Calls, again, nobody_observes
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
-from flashtile.ops import nobody_observes
 
 _TENSORS = (
     "Tensor q, Tensor kv_cache, Tensor? block_table, Tensor? cache_seqlens, Tensor? indices, Tensor? topk_length, "
