@@ -1,4 +1,4 @@
-"""Find what was prepared for a call by all that it depends on but its data: `Calls`."""
+"""Find what was prepared for a call by all that it depends on but its data (`Calls`), and run it if nobody wants to see it."""
 
 from operator import itemgetter
 

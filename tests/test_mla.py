@@ -168,7 +168,7 @@ def test_schedule_of_parts(lengths, num_parts):
     parts = tiles_of_parts(table, lengths, num_parts)
     for sequence, length in enumerate(lengths):
         mine = [(part, first, end) for part, segments in enumerate(parts) for s, first, end in segments if s == sequence]
-        # In order and without a gap, so that `nth_slot` finds each
+        # In order and without a gap, so that `slots_of` leads to each
         assert [part for part, _, _ in mine] == list(range(mine[0][0], mine[-1][0] + 1))
         assert [first for _, first, _ in mine] == [0] + [end for _, _, end in mine[:-1]]
         assert mine[-1][2] == max(1, -(-length // 64)) and all(first < end for _, first, end in mine)

@@ -220,11 +220,10 @@ def merge(
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         row_exists = rows < total_rows
         column = tl.program_id(2) * COLUMNS
-        # Slots of `schedule.partial_slot`
+        first, rest, step = schedule.slots_of(first_part)
         merged, row_lse = merge_rows(
-            partial_out + rows * LATENT, partial_lse + rows * LSE_COPIES, total_rows * LATENT, total_rows * LSE_COPIES,
-            2 * first_part + 1, 2 * first_part, 2, last_part - first_part + 1, row_exists, column, ROWS, CHUNK, LATENT, COLUMNS,
-            1,
+            partial_out + rows * LATENT, partial_lse + rows * LSE_COPIES, total_rows * LATENT, total_rows * LSE_COPIES, first,
+            rest, step, last_part - first_part + 1, row_exists, column, ROWS, CHUNK, LATENT, COLUMNS, 1,
         )  # fmt: skip
         head_kv, row = rows // num_rows, rows % num_rows
         tokens, heads = row // GROUP_SIZE, head_kv * GROUP_SIZE + row % GROUP_SIZE

@@ -133,9 +133,9 @@ def partial_slot(part, first_tile):
 
 
 @triton.jit
-def nth_slot(first_part, n):
-    """The slot of the n-th partial result of a sequence that begins in first_part."""
-    return tl.where(n == 0, 2 * first_part + 1, 2 * (first_part + n))
+def slots_of(first_part):
+    """(first, rest, step) of `merge_rows`: where the partial results of a sequence lie that begins in first_part."""
+    return 2 * first_part + 1, 2 * first_part, 2
 
 
 def num_parts_of(table_shape, num_sequences) -> int:
