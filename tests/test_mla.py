@@ -97,11 +97,18 @@ def test_schedule_of_other_lengths(monkeypatch, poisoned):
         check_other_lengths(seed, torch.float16)
 
 
-def simulated_schedule(lengths, num_parts):
+def least_of(lengths, num_rows):
+    """Units that a part has at least."""
+    total = sum(4 + max(1, -(-length // 64)) for length in lengths)
+    return min(max(total // max(min(4096 // num_rows, 96), 1), 1), 4)
+
+
+def simulated_schedule(lengths, num_parts, num_rows):
     """The table of flashtile/mla/schedule.py, unit by unit."""
     tiles = [max(1, -(-length // 64)) for length in lengths]
-    part = max(4, -(-sum(4 + count for count in tiles) // num_parts))
-    piece = min(max(-(-max(tiles) // max(1, num_parts // len(tiles))), 4), max(tiles))
+    least = least_of(lengths, num_rows)
+    part = max(least, -(-sum(4 + count for count in tiles) // num_parts))
+    piece = min(max(-(-max(tiles) // max(1, num_parts // len(tiles))), least), max(tiles))
     pieces = -(-len(tiles) // num_parts)
     # Where a part may begin, and how many of those places are in it. (sequence, None) is one before a sequence's tiles
     if pieces * (piece + 4) <= part + 8:
@@ -116,12 +123,12 @@ def simulated_schedule(lengths, num_parts):
     return begins + [(len(tiles), 0)] * (num_parts + 1 - len(begins)) + spans
 
 
-def made_schedule(lengths, num_parts):
+def made_schedule(lengths, num_parts, num_rows):
     from flashtile.mla import schedule
 
     table = torch.full((num_parts + 1 + len(lengths), 2), -1, dtype=torch.int32)
     schedule.launch(table, torch.tensor(lengths, dtype=torch.int32), fixed_length=2**31 - 1, num_sequences=len(lengths),
-                    seqlen_q=1)  # fmt: skip
+                    seqlen_q=1, total_rows=num_rows)  # fmt: skip
     return [tuple(row) for row in table.tolist()]
 
 
@@ -156,15 +163,16 @@ def test_schedule(lengths, num_heads):
     schedule = make_schedule(torch.tensor(lengths, dtype=torch.int32), num_heads=num_heads)
     num_parts = schedule.table.shape[0] - 1 - len(lengths)
     assert num_parts == (4 if num_heads == 1 else 2)
-    assert [tuple(row) for row in schedule.table.tolist()] == simulated_schedule(lengths, num_parts)
+    assert [tuple(row) for row in schedule.table.tolist()] == simulated_schedule(lengths, num_parts, num_heads)
 
 
 @pytest.mark.parametrize(("lengths", "num_parts"), IN_PIECES + CUT_ANYWHERE, ids=lambda x: str(x)[:30])
-def test_schedule_of_parts(lengths, num_parts):
+@pytest.mark.parametrize("num_rows", [1, 128, 5000])
+def test_schedule_of_parts(lengths, num_parts, num_rows):
     """Against a simulation; each tile belongs to one part, and a sequence's row names the parts that have its tiles."""
     needs_interpreter()
-    table = made_schedule(lengths, num_parts)
-    assert table == simulated_schedule(lengths, num_parts)
+    table = made_schedule(lengths, num_parts, num_rows)
+    assert table == simulated_schedule(lengths, num_parts, num_rows)
     parts = tiles_of_parts(table, lengths, num_parts)
     for sequence, length in enumerate(lengths):
         mine = [(part, first, end) for part, segments in enumerate(parts) for s, first, end in segments if s == sequence]
@@ -176,14 +184,15 @@ def test_schedule_of_parts(lengths, num_parts):
 
 
 @pytest.mark.parametrize(("lengths", "num_parts"), IN_PIECES, ids=lambda x: str(x)[:30])
-def test_pieces_of_two_sequences_share_no_part(lengths, num_parts):
+@pytest.mark.parametrize("num_rows", [1, 128])
+def test_pieces_of_two_sequences_share_no_part(lengths, num_parts, num_rows):
     needs_interpreter()
-    parts = tiles_of_parts(made_schedule(lengths, num_parts), lengths, num_parts)
+    parts = tiles_of_parts(made_schedule(lengths, num_parts, num_rows), lengths, num_parts)
     sizes = [len(segments) for segments in parts if segments]
     assert max(sizes) == -(-len(lengths) // num_parts)
     if max(sizes) == 1 and len(lengths) <= num_parts // 2:
         longest = max(end - first for ((_, first, end),) in filter(None, parts))
-        assert longest <= max(4, -(-max(lengths) // (64 * (num_parts // len(lengths)))))
+        assert longest <= max(least_of(lengths, num_rows), -(-max(lengths) // (64 * (num_parts // len(lengths)))))
 
 
 def test_schedule_serves_many_layers(monkeypatch):

@@ -80,7 +80,8 @@ def _schedule(like, lengths, fixed_length, num_sequences, seqlen_q, num_rows, nu
         from flashtile.mla import schedule
 
         with hardware.on_device_of(table):
-            schedule.launch(table, lengths, fixed_length=fixed_length, num_sequences=num_sequences, seqlen_q=seqlen_q)
+            schedule.launch(table, lengths, fixed_length=fixed_length, num_sequences=num_sequences, seqlen_q=seqlen_q,
+                            total_rows=num_rows * num_heads_kv)  # fmt: skip
     return table
 
 

@@ -360,7 +360,7 @@ class Call:
         self.new_out, self.new_lse = fresh(out_shape), fresh(out_shape[:3], torch.float32)
         # One part cuts nothing
         slots = 2 * self.num_parts if self.num_parts > 1 else 0
-        self.partial_rows = slots * problem.num_heads_kv * problem.num_rows
+        self.partial_rows = slots * problem.total_rows
         self.new_partial = fresh((self.partial_rows * (problem.head_dim_v + LSE_COPIES.value),), torch.float32)
         # What bounds the keys of a sequence
         self.max_length = problem.topk if problem.sparse else operands.block_table.shape[1] * problem.page_size
@@ -392,7 +392,8 @@ class Call:
         x, problem = Tensors(*tensors), self.problem
         if self.makes_table:
             schedule.launch(x.table, x.lengths, fixed_length=self.max_length, num_sequences=problem.num_sequences,
-                            seqlen_q=problem.seqlen_q if problem.sparse else 1, launch=launch)  # fmt: skip
+                            seqlen_q=problem.seqlen_q if problem.sparse else 1, total_rows=problem.total_rows,
+                            launch=launch)  # fmt: skip
         if x.ordered is not None:
             order.launch(launch, x.entries.view(x.ordered.shape), x.lengths, x.ordered,
                          problem.num_pages * problem.page_size, problem.seqlen_q)  # fmt: skip
@@ -419,16 +420,16 @@ class Call:
     def start_merge(self, launch, x, partial_out, partial_lse):
         problem, num_parts = self.problem, self.num_parts
         by_part = problem.num_sequences > num_parts
-        total_rows = problem.num_heads_kv * problem.num_rows
-        # As many partial results as a sequence has, where all are as long; those that have more take several rounds
-        most = triton.cdiv(self.max_length, schedule.TILE.value * schedule.MIN_PART.value)
-        # Where there are fewer parts than sequences, about all cut one in two
-        parts = 2 if by_part else _about(min(num_parts // problem.num_sequences, most))
+        # As many partial results as a sequence has, where all are as long; those that have more take several rounds. Where
+        # there are fewer parts than sequences, about all cut one in two
+        parts = 2
+        if not by_part:
+            parts = _about(schedule.most_parts(self.max_length, problem.num_sequences, num_parts, problem.total_rows))
         numbers, warps = MERGE_PROGRAMS[parts]
         chunk = max(parts, 2)
         columns = min(problem.head_dim_v, numbers // chunk)
         rows = numbers // (chunk * columns)
-        grid = (triton.cdiv(total_rows, rows), num_parts if by_part else problem.num_sequences,
+        grid = (triton.cdiv(problem.total_rows, rows), num_parts if by_part else problem.num_sequences,
                 problem.head_dim_v // columns)  # fmt: skip
         constexprs = {"BY_PART": by_part, "ROWS": rows, "CHUNK": chunk, "COLUMNS": columns, "LATENT": problem.head_dim_v,
                       "GROUP_SIZE": problem.group_size, "LSE_WITH_SINKS": problem.lse_with_sinks,

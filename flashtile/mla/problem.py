@@ -118,6 +118,11 @@ class MlaProblem:
         """Query rows that share a set of keys and a latent head."""
         return self.group_size if self.sparse else self.group_size * self.seqlen_q
 
+    @property
+    def total_rows(self) -> int:
+        """Query rows that share a set of keys, in all latent heads."""
+        return self.num_rows * self.num_heads_kv
+
     def flops(self, lengths) -> int:
         """Matmul FLOPs of the visible pairs. lengths: keys of each sequence, or with indices of each query token."""
         hidden = sum(min(length, missing) for length in lengths for missing in range(self.seqlen_q)) if self.causal else 0

@@ -12,6 +12,14 @@ L2, with `merge`; keys x heads): 64 sequences of 4096 x 64 141.5 to 132.0, of 37
 149.9 to 144.5; 8 of 16384 x 128 90.8 to 89.2; 16 of 8192 x 16 75.6 to 75.0; 1 of 131072 x 128 92.5 to 88.8, x 16 82.5 to 80.6.
 128 of 4096 x 128, two whole ones in 64 of 66 parts, 273; cut into 66 even parts 282.
 
+A part of few keys costs a partial result to write and to merge, so that MIN_PART units are the least; but where a batch is so
+small that most multiprocessors would have no part, and few rows to merge, more parts are faster. The same kind of run, with 4
+units at least, with the rule of now, and with MERGED_ROWS twice that: packed, 2048 indices of one token, 128 heads 27.7, 22.9,
+22.8; of two tokens 29.1, 26.3, 27.7; 1 of 8192 x 128 24.8, 25.0, 29.1; 1 of 1024 x 128 20.5, 18.3, 18.4; 2 of 4096 x 128 25.3,
+25.3, 27.2; 8 ragged ones up to 8192 x 128 32.1, 32.0, 36.6. Of 16 heads with MERGED_PARTS of 64, 96, 256: 4 of 2048 (21.4)
+20.6, 19.1, 19.1; 8 of 2048 (24.3) 24.2, 24.1, 25.0; 1 of 16384 (25.1) 25.0, 25.8, 26.0; 1 of 4096 (20.8) 17.9, 17.5, 17.4;
+4 ragged ones up to 4096 (20.6) 20.0, 16.6, 16.5, but of 32 heads (13.7) 13.7, 14.8, 14.9.
+
     table, int32 (num_parts + 1 + num_sequences, 2)
     rows 0 to num_parts          (sequence, tile) where a part begins; that of the next is where it ends
     the row of a sequence        (first part, last part) that hold its tiles
@@ -31,14 +39,27 @@ SEQUENCE_COST = tl.constexpr(4)
 # What a second sequence in a part costs, and to cut and merge, in units: so much more may a part of pieces take. In a
 # simulation of random lengths 4 was 1.3% worse, 12 0.5%
 MERGE_COST = tl.constexpr(8)
-# A part has at least so many units. With 4, 3, 2, 1 on an H100, in us: one sequence of 8192 keys x 128 heads 27.2, 30.1, 31.4,
-# 31.3; packed, of 2048 indices 24.9, 24.1, 22.6, 24.0
+# A part has at least so many units; less, down to one, only until a small batch is in MERGED_PARTS parts whose partial results
+# are MERGED_ROWS rows
 MIN_PART = tl.constexpr(4)
+MERGED_PARTS = 96
+MERGED_ROWS = 4096
 
 
 @triton.jit
 def num_tiles_of(length):
     return tl.maximum(tl.cdiv(length, TILE), 1)
+
+
+@triton.jit
+def smallest_part(total, cheap_parts):
+    """Units that a part has at least, of `total` in all; the host asks it, too."""
+    return min(max(total // cheap_parts, 1), MIN_PART)
+
+
+def cheap_parts(total_rows) -> int:
+    """Into how many parts to cut even where they are small. total_rows: of queries of a sequence, in all heads."""
+    return max(min(MERGED_ROWS // total_rows, MERGED_PARTS), 1)
 
 
 @triton.jit
@@ -50,19 +71,20 @@ def key_length(lengths, sequence, fixed_length, SEQLEN_Q: tl.constexpr):
         return tl.minimum(tl.maximum(tl.load(lengths + sequence // SEQLEN_Q), 0), fixed_length)
 
 
-@triton.jit(do_not_specialize=["fixed_length", "num_sequences", "num_parts"])
-def plan_parts(table, lengths, fixed_length, num_sequences, num_parts, SEQLEN_Q: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["fixed_length", "num_sequences", "num_parts", "cheap_parts"])
+def plan_parts(table, lengths, fixed_length, num_sequences, num_parts, cheap_parts, SEQLEN_Q: tl.constexpr, PARTS: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Write the table. lengths: int32 pointer or None; PARTS: a power of two above num_parts."""
+    """Write the table. lengths: int32 pointer or None; cheap_parts: see there; PARTS: a power of two above num_parts."""
     total = 0
     largest = 0
     for begin in range(0, num_sequences, BLOCK):
         tiles = _num_tiles(begin, lengths, fixed_length, num_sequences, SEQLEN_Q, BLOCK)
         total += tl.sum(tl.where(tiles > 0, tiles + SEQUENCE_COST, 0), 0)
         largest = tl.maximum(largest, tl.max(tiles, 0))
-    part_cost = tl.maximum(tl.cdiv(total, num_parts), MIN_PART)
+    least = smallest_part(total, cheap_parts)
+    part_cost = tl.maximum(tl.cdiv(total, num_parts), least)
     piece = tl.cdiv(largest, tl.maximum(num_parts // num_sequences, 1))
-    piece = tl.minimum(tl.maximum(piece, MIN_PART), largest)
+    piece = tl.minimum(tl.maximum(piece, least), largest)
     # In a part
     pieces = tl.cdiv(num_sequences, num_parts)
     in_pieces = pieces * (piece + SEQUENCE_COST) <= part_cost + MERGE_COST
@@ -142,11 +164,19 @@ def num_parts_of(table_shape, num_sequences) -> int:
     return table_shape[0] - 1 - num_sequences
 
 
-def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q, launch=launch_now):
+def most_parts(length, num_sequences, num_parts, total_rows) -> int:
+    """Of a sequence, where all have this length."""
+    tiles = max(-(-length // TILE.value), 1)
+    least = smallest_part.fn(tiles * num_sequences, cheap_parts(total_rows))
+    return min(num_parts // num_sequences, -(-tiles // int(least)))
+
+
+def launch(table, lengths, *, fixed_length, num_sequences, seqlen_q, total_rows, launch=launch_now):
     """Fill table, (num_parts + 1 + num_sequences, 2).
 
     lengths: int32, one for seqlen_q sequences each, or None where all have fixed_length, which bounds them anyway.
     """
     parts = num_parts_of(table.shape, num_sequences)
     constexprs = {"SEQLEN_Q": seqlen_q, "PARTS": triton.next_power_of_2(parts + 1), "BLOCK": 64}
-    launch(plan_parts, (1,), (table, lengths, fixed_length, num_sequences, parts), constexprs, num_warps=8)
+    launch(plan_parts, (1,), (table, lengths, fixed_length, num_sequences, parts, cheap_parts(total_rows)),
+           constexprs, num_warps=8)  # fmt: skip
