@@ -49,6 +49,8 @@ from flashtile.device.compat import (
     partition_barrier,
     reinterpret,
     tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -488,7 +490,8 @@ def _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCE
         sequence = segment.sequence
         length = segment.length
         now, following, coming = _first_tokens(keys, segment, tokens)
-        _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
+        if index > 0:
+            _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
@@ -552,7 +555,8 @@ def _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, S
         for number in gl.static_range(4):
             held = held + _load_group(keys, rows, number, step & 1, layout)
         _prefetch_packed(keys, following, pairs)
-        _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
+        if index > 0:
+            _load_queries(q_desc, q_rope_desc, ring, sequence, index, ROPE)
         for tile in range(segment.first, segment.end):
             slot = step & 1
             free_phase = ((step >> 1) & 1) ^ 1
@@ -687,10 +691,10 @@ def _start_given(ring, state, acc, step, exists, use_acc):
 
 
 @gluon.jit
-def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale_log2, last, ROPE: gl.constexpr):
+def _absorb_tiles(ring, state, acc, step, first_step, end_step, masked, tile, limits, scale_log2, ROPE: gl.constexpr):
     """The tile before `step`, which the other partition scores, and that of `step`.
 
-    scale_log2: for packed tokens one a row, else a number.
+    scale_log2: for packed tokens one a row, else a number. The place of the tile before end_step is kept, for the result.
     """
     CHUNKS: gl.constexpr = _chunks(ring.latent_ready)
     has_given = step > first_step
@@ -728,12 +732,12 @@ def _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scal
     ring.max_smem.index(slot).store(state.row_max)
     fence_async_shared()
     mbarrier.arrive(ring.p_ready.index(slot), count=1)
-    mbarrier.arrive(ring.q_free, count=1, pred=last)
+    mbarrier.arrive(ring.q_free, count=1, pred=step + 2 >= end_step)
     acc = columns.scaled_rarely(acc, correction)
     c = ring.latent_smem.index(slot * 3).reshape([TILE, HALF])
     product = warpgroup_mma(columns.as_operand(p, acc), c, acc, use_acc=has_given, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[product])
-    mbarrier.arrive(ring.latent_free.index(slot * 3), count=1)
+    mbarrier.arrive(ring.latent_free.index(slot * 3), count=1, pred=step + 1 < end_step)
     return state, acc
 
 
@@ -750,15 +754,18 @@ def _join(ring, state, index, W: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
+def _store(out_desc, lse, partial_out, partial_lse, sinks, smem, state, acc, segment, num_rows, num_heads,
            LSE_WITH_SINKS: gl.constexpr, UNIT_OF_ACC: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """Half of the columns of out, or of a partial result; partition 0 writes lse."""
+    """Half of the columns of out, through smem, or of a partial result; partition 0 writes lse.
+
+    A sequence whose tiles are all in one part has some, so that smem is there. Partial results, of fp32, fill sectors where
+    they lie in registers.
+    """
     row_layout: gl.constexpr = state.row_max.type.layout
     acc_layout: gl.constexpr = acc.type.layout
-    rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, row_layout)
+    m_row = gl.program_id(0) * ROWS
+    rows = m_row + gl.arange(0, ROWS, row_layout)
     exists = rows < num_rows
-    acc_rows = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-    cols = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
     if segment.whole:
         inverse, row_lse = softmax.finish(state)
         if sinks is not None:
@@ -768,27 +775,31 @@ def _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_
             inverse = inverse * correction
             if LSE_WITH_SINKS:
                 row_lse = lse_with_sink
-        first_row = segment.sequence.to(gl.int64) * num_rows
+        tile = reinterpret(smem, out_desc.dtype, smem.shape, smem.layout)
+        tile.reshape([ROWS, HALF]).store((acc * columns.per_row(inverse * UNIT_OF_ACC, acc)).to(tile.dtype))
+        fence_async_shared()
+        partition_barrier()
+        tma_store(out_desc, [segment.sequence, m_row, W * HALF], tile)
         if W == 0:
-            gl.store(lse + first_row + rows, row_lse, mask=exists)
-        offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
-        gl.store(out + offsets, (acc * columns.per_row(inverse * UNIT_OF_ACC, acc)).to(out.dtype.element_ty),
-                 mask=(acc_rows < num_rows)[:, None])  # fmt: skip
+            gl.store(lse + segment.sequence.to(gl.int64) * num_rows + rows, row_lse, mask=exists)
+        tma_store_wait(0)
     else:
         inverse, row_lse = softmax.finish(state)
-        first_row = schedule.partial_slot(part_number, segment.first).to(gl.int64) * num_rows
-        offsets = (first_row + acc_rows)[:, None] * LATENT + cols[None, :]
-        gl.store(partial_out + offsets, acc * columns.per_row(inverse * UNIT_OF_ACC, acc), mask=(acc_rows < num_rows)[:, None])
+        slot = schedule.partial_slot(gl.program_id(1), segment.first)
+        acc_rows = m_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+        cols = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout))
+        slot_ptr = partial_out + slot.to(gl.int64) * num_rows * LATENT
+        offsets = acc_rows[:, None] * LATENT + cols[None, :]
+        gl.store(slot_ptr + offsets, acc * columns.per_row(inverse * UNIT_OF_ACC, acc), mask=(acc_rows < num_rows)[:, None])
         if W == 0:
-            # Last, and the row apart from the slot: otherwise Triton 3.8 spills what gathers tokens
-            ptrs = (partial_lse + first_row * LSE_COPIES) + rows * LSE_COPIES
+            ptrs = (partial_lse + slot.to(gl.int64) * num_rows * LSE_COPIES) + rows * LSE_COPIES
             for copy in gl.static_range(LSE_COPIES):
                 gl.store(ptrs + copy, row_lse, mask=exists)
 
 
 @gluon.jit
 def _compute(
-    out, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, part_number, num_rows, num_heads,
+    out_desc, lse, partial_out, partial_lse, sinks, ring, cache_seqlens, max_length, part, num_rows, num_heads,
     seqlen_q, scale_log2, SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr,
     LSE_WITH_SINKS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -818,15 +829,15 @@ def _compute(
         for step in range(own_step, end_step, 2):
             tile = segment.first + step - first_step
             masked = (tile + 1) * TILE > mask_from
-            last_own = step + 2 >= end_step
-            state, acc = _absorb_tiles(ring, state, acc, step, first_step, masked, tile, limits, scale, last_own, ROPE)
+            state, acc = _absorb_tiles(ring, state, acc, step, first_step, end_step, masked, tile, limits, scale, ROPE)
         if (end_step > first_step) & (((end_step - 1 + W) & 1) == 1):
             state, product = _start_given(ring, state, acc, end_step - 1, True, end_step - 1 > first_step)
             acc = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(ring.latent_free.index((1 - W) * 2 + W), count=1)
         state = _join(ring, state, index, W)
-        _store(out, lse, partial_out, partial_lse, sinks, state, acc, segment, part_number, num_rows, num_heads,
-               LSE_WITH_SINKS, 1.0 if ring.exponent_smem is None else VALUE_UNIT, W)  # fmt: skip
+        place = ((end_step - 1) & 1) * 2 + W
+        _store(out_desc, lse, partial_out, partial_lse, sinks, ring.latent_smem.index(place), state, acc, segment, num_rows,
+               num_heads, LSE_WITH_SINKS, 1.0 if ring.exponent_smem is None else VALUE_UNIT, W)  # fmt: skip
+        mbarrier.arrive(ring.latent_free.index(place), count=1, pred=end_step > first_step)
         first_step = end_step
 
 
@@ -841,20 +852,25 @@ def _produce(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, m
     if latent_desc is not None:
         _load(q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE, ROPE,
               PREFETCH)  # fmt: skip
-    elif keys.scales is None:
-        _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
     else:
-        _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
+        # The first queries come while tokens are looked up; those of other sequences have no place so early
+        begin, _, last, _ = part
+        if begin <= last:
+            _load_queries(q_desc, q_rope_desc, ring, begin, 0, ROPE)
+        if keys.scales is None:
+            _gather(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
+        else:
+            _gather_packed(q_desc, q_rope_desc, ring, keys, lengths, max_length, part, SEQUENCES_PER_LENGTH, ROPE)
 
 
 @gluon.jit(do_not_specialize=["num_slots", "entry_stride", "max_length", "num_sequences", "num_rows", "seqlen_q"])
 def decode(
-    q_desc, q_rope_desc, latent_desc, rope_desc, keys, num_slots, entry_stride, out, lse, partial_out, partial_lse, table,
+    q_desc, q_rope_desc, latent_desc, rope_desc, keys, num_slots, entry_stride, out_desc, lse, partial_out, partial_lse, table,
     lengths, sinks, softmax_scale, max_length, num_sequences, num_rows, num_heads, seqlen_q, TILES_PER_PAGE: gl.constexpr,
     SEQUENCES_PER_LENGTH: gl.constexpr, IS_CAUSAL: gl.constexpr, ROPE: gl.constexpr, LSE_WITH_SINKS: gl.constexpr,
     SPARSE: gl.constexpr, PREFETCH: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of `launch`; pointers: out, lse, partial_out (slots, num_rows, 512), partial_lse with LSE_COPIES a row.
+    """Descriptors of `Call.start_decode`; pointers: lse, partial_out (slots, num_rows, 512), partial_lse with LSE_COPIES a row.
 
     latent_desc, rope_desc: of the cache; None where tokens are gathered. keys, num_slots, entry_stride: of `portable.Keys`.
     table: of schedule.py. lengths: int32, one for SEQUENCES_PER_LENGTH sequences each, or None: max_length, which bounds them
@@ -907,22 +923,21 @@ def decode(
         allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), allocate_barriers(1, 2).index(0), latent_ready,
         allocate_barriers(4, 1), allocate_barriers(2, 1), allocate_barriers(2, 1), chunk_smem,
     )  # fmt: skip
-    part_number = gl.program_id(1)
     scale_log2 = softmax_scale * LOG2_E
     if latent_desc is None:
         gl.warp_specialize([
             (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
                         SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
-            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
                         num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
                         num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
                         num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-            (_compute, (out, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, part_number, num_rows,
+            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
                         num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
             (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
                         SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
@@ -975,10 +990,10 @@ def cache_descriptor(kv_cache, columns):
                             _layout(block, kv_cache))  # fmt: skip
 
 
-def query_descriptor(q, rows, columns):
-    """TMA descriptor of queries. rows: their view (sequences, rows, head_dim)."""
+def rows_descriptor(x, rows, columns):
+    """TMA descriptor of queries, or of out. rows: their view (sequences, rows, dim)."""
     block = [1, ROWS.value, columns]
-    return TensorDescriptor(q, list(rows.shape), list(rows.stride()), block, _layout(block, q))
+    return TensorDescriptor(x, list(rows.shape), list(rows.stride()), block, _layout(block, x))
 
 
 class Call(portable.Call):
@@ -986,8 +1001,8 @@ class Call(portable.Call):
 
     DEPENDENT = True
 
-    def _rows(self, q):
-        return q.reshape(self.problem.num_sequences, self.problem.num_rows, self.problem.head_dim)
+    def _rows(self, x):
+        return x.reshape(self.problem.num_sequences, self.problem.num_rows, x.shape[-1])
 
     def must_copy(self, q) -> bool:
         rows = self._rows(q)
@@ -1007,7 +1022,7 @@ class Call(portable.Call):
         problem, q, kv_cache = self.problem, x.q, x.latent
         gathers = _gathers(problem)
         rows = self._rows(q)
-        descriptors = query_descriptor(q, rows, HALF.value), query_descriptor(q, rows, cache.ROPE_DIM)
+        descriptors = rows_descriptor(q, rows, HALF.value), rows_descriptor(q, rows, cache.ROPE_DIM)
         if gathers:
             descriptors += None, None
         else:
@@ -1022,8 +1037,9 @@ class Call(portable.Call):
                       "REGISTERS": REGISTERS_GATHERING if gathers else REGISTERS}  # fmt: skip
         launch(
             decode, (-(-problem.num_rows // ROWS.value), self.num_parts),
-            (*descriptors, *keys, x.out, x.lse, partial_out, partial_lse, x.table, x.lengths, x.sinks, problem.softmax_scale,
-             self.max_length, problem.num_sequences, problem.num_rows, problem.num_heads, problem.seqlen_q),
+            (*descriptors, *keys, rows_descriptor(x.out, self._rows(x.out), HALF.value), x.lse, partial_out, partial_lse,
+             x.table, x.lengths, x.sinks, problem.softmax_scale, self.max_length, problem.num_sequences, problem.num_rows,
+             problem.num_heads, problem.seqlen_q),
             constexprs, num_warps=4,
         )  # fmt: skip
 
