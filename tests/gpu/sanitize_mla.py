@@ -6,9 +6,10 @@
 Run it once without the checker first, so that kernels are compiled. Where the tier refuses, portable steps in.
 
 racecheck does not follow what an mbarrier orders (see `sanitize.py`). Of the Hopper kernel it reports, in all cases together,
-the rows' references and sums that its two consumers hand each other (max_smem, sum_smem), and Triton's own words for
-`warp_specialize`. A reference of tile i is read before p_ready of tile i + 1 is told, and written over after that is awaited;
-sums have two places in turn, with sum_ready between. Anything else that it reports is new.
+the rows' references and sums that its two consumers hand each other (max_smem, sum_smem), with packed tokens the magnitudes
+of queries (q_max_smem), and Triton's own words for `warp_specialize`. A reference of tile i is read before p_ready of tile
+i + 1 is told, and written over after that is awaited; sums have two places in turn, with sum_ready between; magnitudes are read
+before q_converted is told. Anything else that it reports is new.
 """
 
 import os
