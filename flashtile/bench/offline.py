@@ -18,8 +18,9 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 
 from flashtile.device.launch import launch_now
@@ -40,6 +41,9 @@ _PARTITION = re.compile(r"BAR\.SYNC\S* (0x[0-9a-f]+), 0x")
 _EVERYBODY = re.compile(r"BAR\.SYNC\S* 0x[0-9a-f]+$")
 # What an address in shared memory adds to registers
 _OFFSET = re.compile(r"\[[^\]]*?(0x[0-9a-f]+)?\]")
+# Of ptxas, which has other names in newer Tritons
+_PTXAS = re.compile(r"^ptxas\S* info", re.MULTILINE)
+_WARNING = re.compile(r"warning|\bC75\d\d\b")
 _RESOURCES = re.compile(r"Function (\w+):\s*\n?\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -64,9 +68,8 @@ class CompiledReport:
     local_accesses: int | None = None
     # Too: loads from shared memory that may be under way while TMA writes there (sm_90), see `early_releases`
     early_releases: tuple[str, ...] | None = None
-    # Of a second ptxas run, with ptxas=True: its wall time, and what it warned of
-    ptxas_s: float | None = None
-    ptxas_warnings: tuple[str, ...] = ()
+    # With ptxas=True: what ptxas warned of
+    ptxas_warnings: tuple[str, ...] | None = None
 
     def __str__(self):
         tensor_core = "".join(f"  {count} {name}" for name, count in self.tensor_core.items())
@@ -98,7 +101,7 @@ def launches(arch, *, sass=False, ptxas=False):
     Args:
         arch: compute capability without its dot: 80, 90, 100, ...
         sass: also count instructions of the machine code (some 0.1 s a kernel).
-        ptxas: also run ptxas once more for its warnings and its time; C75xx warnings mean serialised wgmma.
+        ptxas: also what ptxas warned of; C75xx warnings mean serialised wgmma. What Triton's cache had goes through it again.
     Yields:
         list of CompiledReport, one a launch, in order.
     Raises:
@@ -116,9 +119,11 @@ def launches(arch, *, sass=False, ptxas=False):
     run = JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
-        begin = time.perf_counter()
-        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        reports.append(_report(compiled, arch, time.perf_counter() - begin, sass, ptxas))
+        begin, log = time.perf_counter(), StringIO()
+        with triton.knobs.nvidia.scope(), redirect_stdout(log) if ptxas else nullcontext():
+            triton.knobs.nvidia.dump_ptxas_log = ptxas
+            compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        reports.append(_report(compiled, arch, time.perf_counter() - begin, sass, log.getvalue() if ptxas else None))
         return compiled
 
     # The private field: asking for the active driver would look for a GPU.
@@ -226,15 +231,17 @@ def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     return reports
 
 
-def _report(compiled, arch, compile_s, sass, ptxas):
+def _report(compiled, arch, compile_s, sass, log):
+    """log: what ptxas printed, empty if it did not run; None if nobody wants to know."""
     metadata = compiled.metadata
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         registers, stack, local = _resources(_cuobjdump("--dump-resource-usage", cubin), metadata.name)
         extra = _instructions(_cuobjdump("-sass", cubin)) if sass else {}
-        if ptxas:
-            extra |= _ptxas(compiled.asm["ptx"], arch, Path(folder))
+        if log is not None:
+            log = log if _PTXAS.search(log) else _ptxas(compiled.asm["ptx"], arch, Path(folder))
+            extra["ptxas_warnings"] = tuple(line.strip() for line in log.splitlines() if _WARNING.search(line))
     return CompiledReport(
         kernel=metadata.name, arch=arch, num_warps=metadata.num_warps, num_stages=metadata.num_stages, registers=registers,
         spill_bytes=stack + local, shared_bytes=metadata.shared, compile_s=compile_s, **extra,
@@ -305,16 +312,13 @@ def early_releases(code):
 
 
 def _ptxas(ptx, arch, folder):
+    """What ptxas prints of a kernel."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     source = folder / "kernel.ptx"
     source.write_text(ptx)
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE).group(1)
-    begin = time.perf_counter()
     # As Triton calls it from 3.7 on
     options = ["--regAllocOptLevel=2"] if triton_version() >= (3, 7) else []
-    log = subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", *options, source, "-o", folder / "again.cubin"],
-                         check=True, capture_output=True, text=True).stderr  # fmt: skip
-    seconds = time.perf_counter() - begin
-    warnings = tuple(line.strip() for line in log.splitlines() if "warning" in line or re.search(r"\bC75\d\d\b", line))
-    return {"ptxas_s": seconds, "ptxas_warnings": warnings}
+    return subprocess.run([get_ptxas(arch).path, "-v", f"--gpu-name={target}", *options, source, "-o", folder / "again.cubin"],
+                          check=True, capture_output=True, text=True).stderr  # fmt: skip
