@@ -150,12 +150,14 @@ def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
 def _check_schedule(schedule, q, kv_cache, indices) -> None:
     if q.dim() != 4 or kv_cache.dim() != 4:
         return
-    batch, seqlen_q, num_heads = q.shape[:3]
-    rows = num_heads // max(1, kv_cache.shape[2])
-    wanted = (batch, rows * seqlen_q) if indices is None else (batch * seqlen_q, rows)
-    for name, want, got in (("sequences", wanted[0], schedule.num_sequences), ("rows a sequence", wanted[1], schedule.num_rows),
-                            ("latent heads", kv_cache.shape[2], schedule.num_heads_kv)):  # fmt: skip
-        if want != got:
-            raise ShapeError(explain("schedule", f"one for {want} {name}", got, "Make one for these shapes: make_schedule."))
+    batch, seqlen_q, num_heads, _ = q.shape
+    heads_kv = kv_cache.shape[2]
+    rows = num_heads // max(1, heads_kv)
+    wanted = (batch, rows * seqlen_q, heads_kv) if indices is None else (batch * seqlen_q, rows, heads_kv)
+    made_for = schedule.num_sequences, schedule.num_rows, schedule.num_heads_kv
+    if made_for != wanted:
+        names = "sequences", "rows a sequence", "latent heads"
+        name, want, got = next(x for x in zip(names, wanted, made_for) if x[1] != x[2])
+        raise ShapeError(explain("schedule", f"one for {want} {name}", got, "Make one for these shapes: make_schedule."))
     if schedule.table.device != q.device:
         raise DeviceError(explain("schedule", f"one on the device of q, {q.device}", schedule.table.device))

@@ -45,7 +45,9 @@ def known(operands, options):
     call = _CALLS.find(operands, options)
     if call is None or torch.is_autocast_enabled("cuda"):
         return None
-    return None if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands) else call
+    # Of others there is no gradient
+    floating = operands.q, operands.kv_cache, operands.sinks
+    return None if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in floating) else call
 
 
 @torch.library.impl("flashtile::mla_decode", ("CPU", "CUDA"))
