@@ -15,7 +15,8 @@ While one computes its probabilities, products of the other run. Each sums its o
 
 Queries and two key tiles fill the shared memory. Tile i + 2 takes the slot of tile i half by half, as soon as its partition has
 multiplied with that half: half h of a slot belongs to partition h, and a scorer begins with its own half, which comes first.
-TMA fills a half in chunks, each with a barrier, so that scores begin when 128 columns are there, and p(i-1) is wanted late.
+TMA fills a half in chunks, each with a barrier, so that scores begin when 128 columns are there, and p(i-1) is wanted late. The
+last tile's halves stay with their partitions, and take the result of a whole sequence, which TMA stores.
 
 Where pages are whole tiles, TMA loads them (`_load`); a tile that a sequence ends in is filled up with zeros
 (`cache_descriptor`), so that NaN in unused slots is never read. Tokens of indices and of other pages are copied one by one
@@ -758,8 +759,8 @@ def _store(out_desc, lse, partial_out, partial_lse, sinks, smem, state, acc, seg
            LSE_WITH_SINKS: gl.constexpr, UNIT_OF_ACC: gl.constexpr, W: gl.constexpr):  # fmt: skip
     """Half of the columns of out, through smem, or of a partial result; partition 0 writes lse.
 
-    A sequence whose tiles are all in one part has some, so that smem is there. Partial results, of fp32, fill sectors where
-    they lie in registers.
+    smem: of the last tile, which a whole sequence has. Partial results, of fp32, fill sectors of memory from where they lie in
+    registers; through shared memory they took longer.
     """
     row_layout: gl.constexpr = state.row_max.type.layout
     acc_layout: gl.constexpr = acc.type.layout
