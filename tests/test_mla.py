@@ -195,6 +195,18 @@ def test_pieces_of_two_sequences_share_no_part(lengths, num_parts, num_rows):
         assert longest <= max(least_of(lengths, num_rows), -(-max(lengths) // (64 * (num_parts // len(lengths)))))
 
 
+@pytest.mark.parametrize(("length", "batch"), [(64, 1), (2048, 1), (2048, 4), (2048, 8), (8192, 1), (16384, 8), (8192, 16)])
+@pytest.mark.parametrize(("num_rows", "num_parts"), [(16, 132), (128, 66)])
+def test_most_parts(length, batch, num_rows, num_parts):
+    """What the merge is told of equal lengths is how many parts a sequence has in the table."""
+    needs_interpreter()
+    from flashtile.mla import schedule
+
+    spans = simulated_schedule([length] * batch, num_parts, num_rows)[num_parts + 1 :]
+    has = max(last - first + 1 for first, last in spans)
+    assert schedule.most_parts(length, batch, num_parts, num_rows) == has
+
+
 def test_schedule_serves_many_layers(monkeypatch):
     """One launch for all layers of a step, and the same bits as with a schedule made in each call."""
     needs_interpreter()

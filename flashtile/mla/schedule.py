@@ -167,7 +167,7 @@ def num_parts_of(table_shape, num_sequences) -> int:
 def most_parts(length, num_sequences, num_parts, total_rows) -> int:
     """Of a sequence, where all have this length."""
     tiles = max(-(-length // TILE.value), 1)
-    least = smallest_part.fn(tiles * num_sequences, cheap_parts(total_rows))
+    least = smallest_part.fn((tiles + SEQUENCE_COST.value) * num_sequences, cheap_parts(total_rows))
     return min(num_parts // num_sequences, -(-tiles // int(least)))
 
 
