@@ -119,11 +119,10 @@ def launches(arch, *, sass=False, ptxas=False):
     run = JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
-        begin, log = time.perf_counter(), StringIO()
-        with triton.knobs.nvidia.scope(), redirect_stdout(log) if ptxas else nullcontext():
-            triton.knobs.nvidia.dump_ptxas_log = ptxas
+        begin = time.perf_counter()
+        with _ptxas_log() if ptxas else nullcontext() as log:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        reports.append(_report(compiled, arch, time.perf_counter() - begin, sass, log.getvalue() if ptxas else None))
+        reports.append(_report(compiled, arch, time.perf_counter() - begin, sass, log and log.getvalue()))
         return compiled
 
     # The private field: asking for the active driver would look for a GPU.
@@ -229,6 +228,16 @@ def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     with launches(device.sm, sass=sass, ptxas=ptxas) as reports:
         plan.module.bind_decode(problem, plan.configs, operands, device)(operands)
     return reports
+
+
+@contextmanager
+def _ptxas_log():
+    """StringIO of what Triton prints inside, what its ptxas says among it."""
+    from triton import knobs
+
+    with knobs.nvidia.scope(), redirect_stdout(StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        yield log
 
 
 def _report(compiled, arch, compile_s, sass, log):
