@@ -158,7 +158,7 @@ def main():
                 "roof": roof.to_json(), "rows": []}  # fmt: skip
     for name in arguments.only.split(","):
         for shape in shapes[name]:
-            # Behind the dense rows an eager sparse call of batch 1 once took twice its graph's time, and never by itself
+            # Otherwise calls took longer on the host behind many rows, the sparse one of batch 1 twice its graph's time
             torch.cuda.empty_cache()
             document["rows"].append(measure(shape, roof))
             # After each row: a run that is stopped leaves what it has
