@@ -229,17 +229,25 @@ def _shift(problem):
 
 
 def _half_first(problem, config):
-    """Whether under a causal mask the first of two consumers takes the left half of its first key tile alone: it sees no more.
+    """Whether under a causal mask one of two consumers takes the left half of its first key tile alone: it sees no more.
 
-    With many keys that was no gain but under a window, nor with a softcap or ALiBi: see docs/kernels/hopper-forward.md.
+    With a softcap or ALiBi that was no gain: see docs/kernels/hopper-forward.md.
     """
     shift = _shift(problem)
     return (
         problem.causal and shift is not None and shift % config.tile_n == 0
-        and (problem.seqlen_k <= 2048 or problem.window[0] is not None)
         and config.queries == 2 * ROWS == config.tile_n and not config.lazy
         and not problem.softcap and not problem.has_alibi and not problem.dropout_p
     )  # fmt: skip
+
+
+def _last_rows_first(problem, config):
+    """Whether the first of two consumers, whose turn is first, has the last rows of a tile: all of its first key tile then.
+
+    No gain in short calls, and at head dim 192: see docs/kernels/hopper-forward.md.
+    """
+    long = problem.seqlen_k > 1024 or problem.window[0] is not None
+    return _half_first(problem, config) and long and not config.rest_apart
 
 
 def _cut_last(problem, config):
@@ -357,6 +365,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
         "CUT_LAST": cut_last, "HALF_LAST": _half_last(problem, config),
+        "LAST_ROWS_FIRST": _last_rows_first(problem, config),
         "BIAS": bias,
         "BOUNDED": bounded, "GATHERED": gathered,
     }  # fmt: skip

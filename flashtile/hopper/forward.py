@@ -122,12 +122,14 @@ class Variant:
     MASK_OTHERS: bool
     # Whether out has buffers beside those of the queries
     OWN_OUT: bool
-    # Whether the first of two consumers sees half of its first key tile
+    # Whether the one of two consumers with a tile's first rows sees half of its first key tile
     HALF_FIRST: bool
-    # Whether a window's left edge cuts one tile of a consumer, its last, or none; which of two consumers sees the right half of
-    # that alone, or -1
+    # Whether a window's left edge cuts one tile of a consumer, its last, or none; the place of that of two consumers which sees
+    # the right half of that alone, or -1
     CUT_LAST: bool
     HALF_LAST: int
+    # Whether the first consumer has the last rows of a tile
+    LAST_ROWS_FIRST: bool
     # Whether a product adds what ALiBi's bias of a key is
     BIAS: bool
     # Whether the softcap's logits are in base 2, and weights relative to 0
@@ -224,11 +226,17 @@ def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N
     return Part(work.batch, work.head, row_begin, begin, end, 0, 0), lengths
 
 
+@gluon.constexpr_function
+def _place(consumer, variant):
+    """Which 64 rows of a tile a consumer has."""
+    return variant.NUM_CONSUMERS - 1 - consumer if variant.LAST_ROWS_FIRST else consumer
+
+
 @gluon.jit
-def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, CONSUMER: gl.constexpr):
-    """The part of one consumer. Rows past the length do what the last row does."""
+def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.constexpr, PLACE: gl.constexpr):
+    """The part of the consumer of one place. Rows past the length do what the last row does."""
     QUERIES: gl.constexpr = ROWS // HEADS
-    row_begin = part.row_begin + CONSUMER * QUERIES
+    row_begin = part.row_begin + PLACE * QUERIES
     tiles = masks.key_range(gl.minimum(row_begin, lengths.seqlen_q - 1), lengths, window, QUERIES, TILE_N)
     end = gl.minimum(gl.maximum(tiles.end, part.begin + 1), part.end)
     begin = gl.minimum(gl.maximum(tiles.begin, part.begin), end - 1)
@@ -313,7 +321,7 @@ def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant: gl.constex
     PACKED: gl.constexpr = variant.PACKED
     COL: gl.constexpr = ring.q_smem.shape[-1] if variant.SPLIT_Q else 0
     REST: gl.constexpr = variant.LIVE_D - COL
-    row = part.row_begin + CONSUMER * (ROWS // variant.HEADS)
+    row = part.row_begin + _place(CONSUMER, variant) * (ROWS // variant.HEADS)
     place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
     head, row = _head_and_row(part.head, row, variant.HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
@@ -860,10 +868,11 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     CUT_LAST: gl.constexpr = variant.CUT_LAST
     HALF_FIRST: gl.constexpr = variant.HALF_FIRST
     HALF_LAST: gl.constexpr = variant.HALF_LAST
-    KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and CONSUMER == 0 else TILE_N
-    HALF_SEEN: gl.constexpr = HALF_FIRST and CONSUMER == 1
-    LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == CONSUMER else TILE_N
-    LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != CONSUMER
+    PLACE: gl.constexpr = _place(CONSUMER, variant)
+    KEYS: gl.constexpr = TILE_N // 2 if HALF_FIRST and PLACE == 0 else TILE_N
+    HALF_SEEN: gl.constexpr = HALF_FIRST and PLACE == 1
+    LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == PLACE else TILE_N
+    LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != PLACE
     no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], variant.LIVE_DV)
     if cap is not None:
         cap = scores.cap_of_lane(cap)
@@ -874,7 +883,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     whole, lengths = _receive(ring, lengths, 0, PACKED)
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
-    part = _consumer_part(whole, lengths, window, HEADS, TILE_N, CONSUMER)
+    part = _consumer_part(whole, lengths, window, HEADS, TILE_N, PLACE)
     slope = scores.load_slope(score_params, part.batch, part.head)
     bias = None
     if variant.BIAS:
@@ -926,7 +935,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         index += 1
         next_whole, next_lengths = _receive(ring, lengths, index, PACKED)
         more = next_whole.end > 0
-        next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, CONSUMER)
+        next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, PLACE)
         next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
         if variant.BIAS:
             bias = _bias_operand(next_slope, TILE_N)
@@ -1039,7 +1048,7 @@ def attention_forward(
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
     LOAD_WARPS: gl.constexpr, LOAD_FIRST: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
     MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr,
-    HALF_LAST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
+    HALF_LAST: gl.constexpr, LAST_ROWS_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
@@ -1051,7 +1060,8 @@ def attention_forward(
     """
     variant: gl.constexpr = _variant(
         GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS, SPLIT_Q,
-        NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, BIAS, BOUNDED, table is not None,
+        NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, LAST_ROWS_FIRST, BIAS, BOUNDED,
+        table is not None,
     )  # fmt: skip
     if table is not None:
         num_tiles = gl.load(table)
