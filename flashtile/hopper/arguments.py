@@ -18,9 +18,8 @@ from flashtile.problem import Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
 
 ROWS = 64
-# Registers of a thread of consumers and of the producer, 65536 to a multiprocessor; with pages the producer needs more
+# Registers of a thread of consumers and of the producers, 65536 to a multiprocessor; where tokens are gathered these need more
 REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
-REGISTERS_PAGED = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 REGISTERS_GATHERED = {2: (224, 56), 3: (160, 32), 4: (112, 32)}
 # Of a key, in the product that adds ALiBi's bias
 BIAS_BYTES = 32
@@ -339,8 +338,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     cap, bounded = _capped(problem, config)
     gathered = pages is not None and not page_rows
     # With half of the queries in registers consumers have none to give
-    by_consumers = REGISTERS if split_q or not pages else REGISTERS_GATHERED if gathered else REGISTERS_PAGED
-    registers, load_registers = by_consumers[config.tile_m // ROWS]
+    registers, load_registers = (REGISTERS_GATHERED if gathered and not split_q else REGISTERS)[config.tile_m // ROWS]
     load_first = _load_first(problem, config) and not pages
     cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned

@@ -3,6 +3,7 @@
     partition        warps   does
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
     _load            1 or 4  takes tiles from a counter, tells them to the others, starts every load
+    _load_apart      1       of a cache in pages: starts the loads of values, so that two warps look up pages side by side
 
 A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
 one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
@@ -91,7 +92,7 @@ _HOLD = gl.constexpr(
 )
 # Of the product that adds ALiBi's bias: the fewest that a product of bf16 has
 BIAS_COLUMNS = gl.constexpr(16)
-# batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k
+# batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k; start_k comes behind all slots
 TILE_WORDS = gl.constexpr(8)
 
 
@@ -113,6 +114,8 @@ class Variant:
     GATHERED: bool
     NUM_CONSUMERS: int
     LOAD_WARPS: int
+    # Whether a partition of its own loads the values
+    VALUES_APART: bool
     # Whether the left half of the queries goes to registers
     SPLIT_Q: bool
     NUM_STAGES: int
@@ -247,10 +250,10 @@ def _consumer_part(part, lengths, window, HEADS: gl.constexpr, TILE_N: gl.conste
 
 
 @gluon.jit
-def _publish(ring, part, lengths, index, WARPS: gl.constexpr, PACKED: gl.constexpr):
-    """Tell the consumers the program's index-th tile; an end of 0 says that there is none."""
+def _publish(ring, part, lengths, index, variant: gl.constexpr):
+    """Tell the other partitions the program's index-th tile; an end of 0 says that there is none."""
     slot, phase = _slot(index, TILE_SLOTS)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [variant.LOAD_WARPS], [0])
     zero = gl.full([1], 0, gl.int32, layout)
     mbarrier.wait(ring.tile_free.index(slot), phase ^ 1)
     ring.tile_smem.index(slot * TILE_WORDS).store(zero + part.batch)
@@ -258,29 +261,34 @@ def _publish(ring, part, lengths, index, WARPS: gl.constexpr, PACKED: gl.constex
     ring.tile_smem.index(slot * TILE_WORDS + 2).store(zero + part.row_begin)
     ring.tile_smem.index(slot * TILE_WORDS + 3).store(zero + part.begin)
     ring.tile_smem.index(slot * TILE_WORDS + 4).store(zero + part.end)
-    if PACKED:
+    if variant.PACKED:
         ring.tile_smem.index(slot * TILE_WORDS + 5).store(zero + lengths.start_q)
         ring.tile_smem.index(slot * TILE_WORDS + 6).store(zero + lengths.seqlen_q)
         ring.tile_smem.index(slot * TILE_WORDS + 7).store(zero + lengths.seqlen_k)
+    if variant.VALUES_APART:
+        ring.tile_smem.index(TILE_SLOTS * TILE_WORDS + slot).store(zero + lengths.start_k)
     mbarrier.arrive(ring.tile_ready.index(slot), count=1)
 
 
 @gluon.jit
-def _word(ring, number):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def _word(ring, number, WARPS: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(ring.tile_smem.index(number).load(layout), 0)
 
 
 @gluon.jit
-def _receive(ring, lengths, index, PACKED: gl.constexpr):
-    """The program's index-th tile, and the lengths of its sequence."""
+def _receive(ring, lengths, index, PACKED: gl.constexpr, WARPS: gl.constexpr = 4, START_K: gl.constexpr = False):
+    """The program's index-th tile, and the lengths of its sequence, with START_K where its keys start; for WARPS."""
     slot, phase = _slot(index, TILE_SLOTS)
     mbarrier.wait(ring.tile_ready.index(slot), phase)
     first = slot * TILE_WORDS
-    part = Part(_word(ring, first), _word(ring, first + 1), _word(ring, first + 2), _word(ring, first + 3),
-                _word(ring, first + 4), 0, 0)  # fmt: skip
+    part = Part(_word(ring, first, WARPS), _word(ring, first + 1, WARPS), _word(ring, first + 2, WARPS),
+                _word(ring, first + 3, WARPS), _word(ring, first + 4, WARPS), 0, 0)  # fmt: skip
+    start_k = lengths.start_k
+    if START_K:
+        start_k = _word(ring, TILE_SLOTS * TILE_WORDS + slot, WARPS)
     if PACKED:
-        lengths = Lengths(_word(ring, first + 5), lengths.start_k, _word(ring, first + 6), _word(ring, first + 7))
+        lengths = Lengths(_word(ring, first + 5, WARPS), start_k, _word(ring, first + 6, WARPS), _word(ring, first + 7, WARPS))
     mbarrier.arrive(ring.tile_free.index(slot), count=1)
     return part, lengths
 
@@ -410,7 +418,10 @@ def _keys_of(part, lengths, pages, variant: gl.constexpr):
 
 @gluon.jit
 def _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, variant: gl.constexpr):
-    """Keys of the i-th step of a tile, whose first ones are `first`, and the values of the step before: `before` at first."""
+    """Keys of the i-th step of a tile, whose first ones are `first`, and the values of the step before: `before` at first.
+
+    VALUES_APART: keys alone.
+    """
     row = first.row - i * variant.TILE_N
     keys = Keys(first.place, first.head, row, first.stop)
     slot, phase = _slot(step + i, variant.NUM_STAGES)
@@ -427,7 +438,7 @@ def _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages,
         _load_keys(k_desc, ring.k_smem.index(slot), ready, keys, pages, variant, COL, False)
         _load_keys(k_rest_desc, ring.k_rest_smem.index(slot), ready, keys, pages, variant, REST, False, COL)
     _tell(ready, variant.GATHERED)
-    if step + i > 0:
+    if not variant.VALUES_APART and step + i > 0:
         place = gl.where(i > 0, first.place, before.place)
         head = gl.where(i > 0, first.head, before.head)
         stop = gl.where(i > 0, first.stop, before.stop)
@@ -438,7 +449,7 @@ def _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages,
 @gluon.jit
 def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
           variant: gl.constexpr):  # fmt: skip
-    """The producer: all tiles of this program, and all loads."""
+    """The producer: all tiles of this program, and all loads but those of `_load_apart`."""
     TILE_N: gl.constexpr = variant.TILE_N
     WARPS: gl.constexpr = variant.LOAD_WARPS
     NUM_CONSUMERS: gl.constexpr = variant.NUM_CONSUMERS
@@ -447,7 +458,7 @@ def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order
     step = 0
     before = Keys(0, 0, 0, 0)
     part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
-    _publish(ring, part, lengths, index, WARPS, variant.PACKED)
+    _publish(ring, part, lengths, index, variant)
     while part.end > 0:
         for consumer in gl.static_range(NUM_CONSUMERS):
             _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant, consumer)
@@ -466,14 +477,31 @@ def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order
         index += 1
         part = next_part
         lengths = next_lengths
-        _publish(ring, part, lengths, index, WARPS, variant.PACKED)
+        _publish(ring, part, lengths, index, variant)
     # A packed call may have fewer tiles than programs.
-    if step > 0:
+    if not variant.VALUES_APART and step > 0:
         _load_values(v_desc, ring, step - 1, before, pages, variant)
     # The last program to come here leaves the counter as it was found.
     if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def _load_apart(v_desc, ring, pages, lengths, variant: gl.constexpr):
+    """The producer of values, where they have one of their own."""
+    index = 0
+    step = 0
+    part, lengths = _receive(ring, lengths, index, variant.PACKED, variant.LOAD_WARPS, True)
+    while part.end > 0:
+        first = _keys_of(part, lengths, pages, variant)
+        steps = part.end - part.begin
+        for i in range(steps):
+            keys = Keys(first.place, first.head, first.row - i * variant.TILE_N, first.stop)
+            _load_values(v_desc, ring, step + i, keys, pages, variant)
+        step += steps
+        index += 1
+        part, lengths = _receive(ring, lengths, index, variant.PACKED, variant.LOAD_WARPS, True)
 
 
 @gluon.jit
@@ -1019,7 +1047,8 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
         bias_smem = _bias_columns(TILE_N)
     else:
         bias_smem = q_smem
-    tile_smem = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    WORDS: gl.constexpr = TILE_SLOTS * (TILE_WORDS + variant.VALUES_APART)
+    tile_smem = gl.allocate_shared_memory(gl.int32, [WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if k_rest_desc is None:
         k_smem = boxes.allocate(k_desc, NUM_STAGES, variant.BLOCK_D, PIECES)
         k_rest_smem = k_smem
@@ -1032,7 +1061,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
         allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1),
         allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
         allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
-        allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS),
+        allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS + variant.VALUES_APART),
     )  # fmt: skip
 
 
@@ -1058,10 +1087,11 @@ def attention_forward(
     LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are the first warps, and
     get the registers that are left.
     """
+    VALUES_APART: gl.constexpr = pages is not None and not GATHERED
     variant: gl.constexpr = _variant(
-        GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS, SPLIT_Q,
-        NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST, LAST_ROWS_FIRST, BIAS, BOUNDED,
-        table is not None,
+        GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS,
+        VALUES_APART, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST,
+        LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None,
     )  # fmt: skip
     if table is not None:
         num_tiles = gl.load(table)
@@ -1073,13 +1103,30 @@ def attention_forward(
     ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
     rows = LseRows(lse, lse_stride, lse_apart)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
-    if NUM_CONSUMERS == 2:
+    if NUM_CONSUMERS == 2 and VALUES_APART:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+        ], [4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      variant)),
         ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif NUM_CONSUMERS == 3 and VALUES_APART:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+        ], [4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3 and LOAD_FIRST:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
@@ -1096,6 +1143,16 @@ def attention_forward(
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      variant)),
         ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif VALUES_APART:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+        ], [4, 4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif LOAD_FIRST:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
