@@ -368,8 +368,14 @@ SHORT = [
          used=((11, 250), (10, 0), (0, 50), (16, 65), (2, 3))),
 ]  # fmt: skip
 
-# For a GPU: four times as long, more tiles of keys than it has multiprocessors
+# For a GPU: too long for others
 LARGE = [
+    # of two consumers the first has the last rows; and of 192/128 the first ones
+    Case("causal_long", 1100, 1228, heads=4, heads_kv=2, head_dim=128, causal=True, sinks="fp32", dlse=True),
+    Case("causal_long_dim_192_128", 1100, 1228, heads=2, heads_kv=1, head_dim=192, head_dim_v=128, causal=True),
+    Case("varlen_causal_long", lengths=((1200, 1200), (1, 1), (0, 0), (1100, 1100), (65, 65)), heads=2, heads_kv=2, head_dim=96,
+         causal=True),
+    # Four times as long as others, more tiles of keys than a GPU has multiprocessors.
     # neg_delta's place was handed back before all of it was in registers: in every third call some of dq and dk were wrong
     Case("varlen_dropout_dim_256", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6, heads_kv=6,
          head_dim=256, alibi="heads", dropout_p=0.17),
