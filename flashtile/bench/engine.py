@@ -165,7 +165,7 @@ class Comparison:
 
 @dataclass
 class Report:
-    """Everything a run found. interrupted: the user stopped it, and what is here was complete by then."""
+    """Everything a run found. interrupted: it was stopped, and what is here was complete by then."""
 
     device: torch.device
     settings: Settings

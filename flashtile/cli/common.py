@@ -174,8 +174,11 @@ class OutputFlags:
                 raise UsageError(f"{target}: expected a file, got a folder.")
 
     def save(self, report, partial: bool = False) -> None:
-        """Write the files; a partial report goes to files only, not to stdout, and is no baseline."""
-        document = report.document()
+        """Write the files; a partial report goes to files only, not to stdout, and is no baseline.
+
+        It says that it is interrupted: nothing could, once the process is killed.
+        """
+        document = report.document() | ({"interrupted": True} if partial else {})
         if self.keep and not partial:
             from flashtile.bench import record, regress
 
