@@ -147,7 +147,7 @@ def page_cost(record, name) -> str:
             "(the same record).")  # fmt: skip
 
 
-@of_record("nvidia-h100/chunked-prefill.json")
+@of_record("chunked-prefill.json")
 def prefill_page_cost(record, name) -> str:
     """Time of chunks of prompts with pages over that without, by page size and head dim."""
     times = {}

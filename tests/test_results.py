@@ -12,6 +12,8 @@ from flashtile.bench import record
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*/paper*.json"))
+# They lack their last cases, which docs/measured.md says
+STOPPED = {"nvidia-h200/chunked-prefill.json"}
 
 
 def test_readme_shows_what_was_recorded():
@@ -25,7 +27,7 @@ def test_records_are_whole(path):
     run = record.load(path)
     assert run["env"]["git"]["commit"]
     assert not [row for row in run["results"] if row["status"] == "mismatch"]
-    assert not run["interrupted"]
+    assert run["interrupted"] == (f"{path.parent.name}/{path.name}" in STOPPED)
 
 
 def test_what_features_cost_is_timed_with_the_feature(monkeypatch):
