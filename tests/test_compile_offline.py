@@ -94,6 +94,18 @@ def test_report(arch, instruction):
     assert large["ptxas_warnings"] is None
 
 
+def test_what_ptxas_warns_of_is_reported(tmp_path):
+    """Its lines come through Triton's run of it, and through one of its own for what Triton's cache had."""
+    path = compiled.output_of("-c", "from triton import knobs; print(knobs.nvidia.ptxas.path)").strip()
+    ptxas, warning = tmp_path / "ptxas", "ptxas info    : (C7510) Potential Performance Loss: of a test"
+    ptxas.write_text(f'#!/bin/sh\n"{path}" "$@" && case "$*" in *--version*) ;; *) echo "{warning}" >&2 ;; esac\n')
+    ptxas.chmod(0o755)
+    for _ in range(2):
+        good, large = compiled.reports_of(HERE / "offline.py", "sample", 80, TRITON_PTXAS_PATH=str(ptxas),
+                                          TRITON_CACHE_DIR=str(tmp_path / "cache"))  # fmt: skip
+        assert good["ptxas_warnings"] == [warning] and large["ptxas_warnings"] is None
+
+
 def test_interpreter_is_refused():
     """Under the interpreter nothing is compiled, and the error says so."""
     code = "from flashtile.bench import offline\nwith offline.launches(90): pass"
