@@ -87,7 +87,7 @@ def test_boxes_of_pages():
     "lengths", [(256, 256), (300, 300), (300, 428), (428, 300), (200, 256), (129, 1), (2048, 2048), (2304, 2304)]
 )
 def test_who_sees_half_of_a_first_tile(lengths, window):
-    """No query of a first consumer sees the right half of its first key tile, where that is left out."""
+    """No query of a tile's first rows sees the right half of their first key tile, where that is left out."""
     from flashtile import hardware
     from flashtile.hopper import arguments
     from flashtile.problem import AttentionProblem
@@ -97,9 +97,9 @@ def test_who_sees_half_of_a_first_tile(lengths, window):
     problem = AttentionProblem(1, seqlen_q, seqlen_k, 2, 2, DIM, DIM, torch.bfloat16, softmax_scale=1.0, window=window)
     config = hopper_config(problem, hardware.by_name("H200"))
     half = arguments._half_first(problem, config)
-    # With more keys only under a window
-    aligned = lengths not in [(200, 256), (2304, 2304)] or lengths == (2304, 2304) and window[0] is not None
-    assert half == (window[1] == 0 and aligned)
+    assert half == (window[1] == 0 and lengths != (200, 256))
+    # And who has its turn first has the last rows, in long calls
+    assert arguments._last_rows_first(problem, config) == (half and (seqlen_k > 1024 or window[0] is not None))
     left, right = window
     shift = seqlen_k - seqlen_q
     for first in range(0, seqlen_q, config.tile_m) if half else ():
