@@ -10,6 +10,8 @@ import torch
 from flashtile import tiles
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
 def test_readme_shows_what_was_recorded():
     run = subprocess.run([sys.executable, "benchmarks/tables.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
