@@ -6,13 +6,7 @@ of keys has a box of each page, whose number the producer looks up (`boxes.load_
 so that nothing of an unused slot is read; keys that a window hides from all queries of a sequence are no part of it, with pages
 those of whole pages.
 
-How fast: `flashtile compare --preset chunked-prefill --mode decode`. What was tried: docs/kernels/hopper-forward.md, and, on
-an H100 in single runs with one warp that loads, us, 1 x 2048 queries over 8192 keys, 32 heads, 8 of keys, head dim 128: rows
-350 (a packed call of as many keys 353, a dense one, whose diagonal is known to be aligned, 335), pages of 256, 64, 32 and 16
-tokens 353, 341, 349, 465. Pages of 16 gathered 440 to 456, at head dim 64 1430 (TMA 1130), 256 1280 (642), there with the
-registers of other head dims, for want of which ptxas serialises; by 16, 64 and 128 rows at once 470, 444, 440. With four warps
-that load together, and so a barrier before each box, pages of 64 360, 32 367, 16 589. Page numbers looked up a box ahead 457,
-and slower at head dims 64 and 256.
+How fast: `flashtile compare --preset chunked-prefill --mode decode`. What was tried: docs/kernels/hopper-forward.md.
 
 New keys go to the cache before (`device.append`). Calls of few queries, decoding, are the portable tier's: see `hopper.yields`.
 """
