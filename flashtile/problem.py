@@ -175,6 +175,17 @@ class AttentionProblem(CallShape):
     def lse_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
 
+    @property
+    def mean_queries(self) -> int:
+        """Of a sequence, and one at least."""
+        return max(1, -(-self.total_q // max(self.batch, 1)) if self.varlen else self.seqlen_q)
+
+    @property
+    def mean_keys(self) -> float:
+        """Keys that a query sees, on average; of packed sequences as if all had their mean lengths."""
+        keys = -(-self.total_k // max(self.batch, 1)) if self.varlen else self.seqlen_k
+        return visible_pairs(self.mean_queries, keys, self.window) / self.mean_queries
+
     def visible_pairs(self, lengths=None) -> int:
         """(query, key) pairs that the mask leaves, over the batch and one head.
 

@@ -6,6 +6,7 @@ that does not fit in the device's shared memory is passed over for the next smal
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 
@@ -222,33 +223,75 @@ class HopperConfig:
 
 
 class HopperRow(NamedTuple):
-    """One entry: the largest padded head dims and length it is for, and where it comes from."""
+    """One entry: the largest padded head dims it is for, the most keys that a query sees on average (`mean_keys` of a problem,
+    None for any), and where it comes from.
+
+    dims: head_dim, and the padded head_dim_v; None for any. when: a function of (problem, number of SMs) that tells whether it
+    is for a call.
+    """
 
     block_dim: int
-    causal: bool | None
-    # the longest seqlen_k, None for any; calls with a softcap or dropout, which other units than the tensor cores limit, may be
-    # longer
-    max_seqlen: int | None
+    max_keys: int | None
     config: HopperConfig
-    source: str = ""
-    # head_dim, and the padded head_dim_v; None for any
+    source: str
     dims: tuple[range, int] | None = None
+    when: Callable | None = None
 
 
+def _is_capped(problem, num_sms) -> bool:
+    return problem.softcap > 0
+
+
+def _has_dropout(problem, num_sms) -> bool:
+    return problem.dropout_p > 0
+
+
+def _is_masked(problem, num_sms) -> bool:
+    return problem.window != (None, None)
+
+
+# By queries of a tile, what a row costs at head dim 64 in long calls without a mask
+_ROW_COSTS = {128: 1.12, 192: 1.0, 256: 1.06}
+
+
+def _end_first(tile_m, problem, num_sms) -> bool:
+    """Whether tiles of so many queries end before others would: the last wave has fewer of them, or they are fewer."""
+
+    def time(rows):
+        tiles = problem.batch * problem.num_heads * -(-problem.mean_queries // rows)
+        return -(-tiles // num_sms) * rows * _ROW_COSTS[rows]
+
+    return min(_ROW_COSTS, key=time) == tile_m
+
+
+_L2_BYTES = 20 * 2**20
 _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
 _HOPPER_192 = "benchmarks/results/nvidia-h200/features.json; for 192/128"
+_HOPPER_SINGLE = "single runs on an H200, see docs/kernels/hopper-forward.md"
+# Two consumers: other units than the tensor cores limit calls with a softcap or dropout, and the border between tiles those of
+# few keys
+_SHORT = HopperConfig(128, 64, 4, _L2_BYTES)
+_MIDDLE = HopperConfig(128, 128, 3, _L2_BYTES)
+_FOUR = HopperConfig(256, 64, 8, _L2_BYTES)
 # The first row that matches is taken.
-HOPPER = tuple(
-    HopperRow(block_dim, causal, max_seqlen, HopperConfig(*config), *(source or (_HOPPER_SOURCE,)))
-    for block_dim, causal, max_seqlen, config, *source in [
-        (64, None, 1024, (256, 64, 8, 20 * 2**20)),
-        (64, True, 4096, (256, 64, 8, 20 * 2**20)),
-        (64, None, None, (192, 128, 2, 20 * 2**20)),
-        (128, None, None, (128, 128, 2, 20 * 2**20)),
-        # Not below 152, where the rest is 16 columns, which has not run
-        (256, None, None, (128, 128, 2, 20 * 2**20, False, 1, True), _HOPPER_192, (range(152, 193), 128)),
-        (256, None, None, (128, 64, 2, 20 * 2**20, True)),
-    ]
+HOPPER = (
+    HopperRow(64, 1024, _SHORT, _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(64, 640, _SHORT, _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(64, 255, _SHORT, _HOPPER_SINGLE),
+    HopperRow(64, 640, _MIDDLE, _HOPPER_SINGLE),
+    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=partial(_end_first, 128)),
+    HopperRow(64, 2100, _FOUR, _HOPPER_SOURCE, when=_is_masked),
+    HopperRow(64, None, HopperConfig(192, 128, 2, _L2_BYTES), _HOPPER_SOURCE, when=partial(_end_first, 192)),
+    HopperRow(64, None, _FOUR, _HOPPER_SOURCE),
+    HopperRow(128, 1024, _SHORT, _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(128, 512, _SHORT, _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(128, 200, _SHORT, _HOPPER_SINGLE, when=_is_masked),
+    HopperRow(128, None, HopperConfig(128, 128, 2, _L2_BYTES), _HOPPER_SOURCE),
+    # Not below 152, where the rest is 16 columns, which has not run
+    HopperRow(256, None, HopperConfig(128, 128, 2, _L2_BYTES, rest_apart=True), _HOPPER_192, dims=(range(152, 193), 128)),
+    HopperRow(256, None, HopperConfig(128, 64, 2, _L2_BYTES, lazy=True), _HOPPER_SOURCE),
 )
 
 
@@ -258,9 +301,9 @@ def hopper_config(problem, device) -> HopperConfig:
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
     block_dv = padded_dim(problem.head_dim_v, itemsize)
     for row in HOPPER:
-        if (block_dim <= row.block_dim and row.causal in (None, problem.causal)
-                and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen or problem.softcap or problem.dropout_p)
-                and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])):  # fmt: skip
+        if (block_dim <= row.block_dim and (row.max_keys is None or problem.mean_keys <= row.max_keys)
+                and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])
+                and (row.when is None or row.when(problem, device.num_sms))):  # fmt: skip
             return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
     raise KeyError(block_dim)
 
@@ -334,12 +377,11 @@ def resident_config(problem, device) -> ResidentConfig | None:
     """The configuration of that kernel, or None where it does not take a problem, or `hopper_config`'s is as fast or faster.
 
     That is where heads of a group share tiles, and where a multiprocessor has room for one program alone, or for two that
-    compute scores which a mask hides, or that `hopper_config` has without waste, and enough of.
+    compute scores which a mask hides.
     """
-    streamed = hopper_config(problem, device)
     if (problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p or problem.softmax_scale <= 0
             or max(problem.head_dim, problem.head_dim_v) > 128 or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1])
-            or streamed.heads > 1):  # fmt: skip
+            or hopper_config(problem, device).heads > 1):  # fmt: skip
         return None
     keys = next(keys for keys in RESIDENT_KEYS if problem.seqlen_k <= sum(keys))
     columns, columns_v = (wide + (rest or wide * (dim > wide))
@@ -349,17 +391,9 @@ def resident_config(problem, device) -> ResidentConfig | None:
     # Of a thread, as compiled: half a row of scores, half a row of out, weights under way, and others
     registers = max(sum(keys), 64) // 2 + max(columns_v, 64) // 2 + sum(keys[1:]) // 4 + 12
     programs = min((228 << 10) // num_bytes, 512 // registers, 8)
-    if programs < 2 or programs < 3 and (problem.window != (None, None) or _is_filled(problem, streamed, device)):
+    if programs < 2 or programs < 3 and problem.window != (None, None):
         return None
     return ResidentConfig(keys, _resident_tiles(problem, programs, device.num_sms), programs)
-
-
-def _is_filled(problem, config, device) -> bool:
-    """Whether a call has no rows or columns less than its tiles of the Hopper forward, and a tile for each multiprocessor."""
-    tiles, rest = divmod(problem.seqlen_q, config.tile_m)
-    return (not problem.varlen and not rest and problem.seqlen_k % config.tile_n == 0
-            and problem.head_dim == problem.head_dim_v == padded_dim(problem.head_dim, problem.dtype.itemsize)
-            and problem.batch * problem.num_heads * tiles >= device.num_sms)  # fmt: skip
 
 
 def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
@@ -369,8 +403,7 @@ def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
     quarter of the time of a tile.
     """
     heads = problem.batch * problem.num_heads
-    rows = -(-problem.total_q // max(problem.batch, 1)) if problem.varlen else problem.seqlen_q
-    tiles = max(1, -(-rows // ResidentConfig.tile_m))
+    tiles = -(-problem.mean_queries // ResidentConfig.tile_m)
 
     def time(count):
         programs = -(-heads * -(-tiles // count) // num_sms)

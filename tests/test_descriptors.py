@@ -88,14 +88,14 @@ def test_boxes_of_pages():
 )
 def test_who_sees_half_of_a_first_tile(lengths, window):
     """No query of a tile's first rows sees the right half of their first key tile, where that is left out."""
-    from flashtile import hardware
     from flashtile.hopper import arguments
     from flashtile.problem import AttentionProblem
-    from flashtile.tiles import hopper_config
+    from flashtile.tiles import HopperConfig
 
     seqlen_q, seqlen_k = lengths
     problem = AttentionProblem(1, seqlen_q, seqlen_k, 2, 2, DIM, DIM, torch.bfloat16, softmax_scale=1.0, window=window)
-    config = hopper_config(problem, hardware.by_name("H200"))
+    assert not arguments._half_first(problem, HopperConfig(128, 64, 4, 0))
+    config = HopperConfig(128, 128, 2, 0)
     half = arguments._half_first(problem, config)
     assert half == (window[1] == 0 and lengths != (200, 256))
     # And who has its turn first has the last rows, in long calls
@@ -114,22 +114,21 @@ def test_who_sees_half_of_a_first_tile(lengths, window):
     "window", [(127, 0), (128, 0), (191, 0), (192, 0), (130, 0), (60, 0), (255, 64), (255, 30), (128, None)]
 )
 @pytest.mark.parametrize("lengths", [(256, 256), (300, 300), (300, 428), (300, 364), (428, 300), (129, 1), (700, 700)])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_which_tiles_a_left_edge_cuts(lengths, window, head_dim):
+@pytest.mark.parametrize("tile", [(128, 64), (256, 64), (128, 128)])
+def test_which_tiles_a_left_edge_cuts(lengths, window, tile):
     """Of a consumer only the last tile, and not the first; half of it where the other half is left out."""
-    from flashtile import hardware
     from flashtile.hopper import arguments
     from flashtile.problem import AttentionProblem
-    from flashtile.tiles import hopper_config
+    from flashtile.tiles import HopperConfig
 
     (seqlen_q, seqlen_k), (left, right) = lengths, window
     shift, right = seqlen_k - seqlen_q, seqlen_k if right is None else right
-    problem = AttentionProblem(1, *lengths, 2, 2, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0, window=window)
-    config = hopper_config(problem, hardware.by_name("H200"))
+    problem = AttentionProblem(1, *lengths, 2, 2, DIM, DIM, torch.bfloat16, softmax_scale=1.0, window=window)
+    config = HopperConfig(*tile, 4, 0)
     cut, half = arguments._cut_last(problem, config), arguments._half_last(problem, config)
     tile_n = config.tile_n
     assert cut == (shift >= 0 and left >= tile_n - 1 and (shift - left) % ROWS in (0, 1))
-    assert (half >= 0) == (cut and head_dim == 128)
+    assert (half >= 0) == (cut and tile == (128, 128))
     for first in range(0, seqlen_q, ROWS) if cut else ():
         last = min(first + ROWS, seqlen_q) - 1
         begin, end = max(0, first + shift - left), min(last + shift + right + 1, seqlen_k)

@@ -35,8 +35,8 @@ def test_head_dims_that_no_call_takes_are_refused(capsys, dim):
 
 
 @pytest.mark.parametrize("target, batch, plan", [
-    ("A100", "2", "portable: forward 128x64"), ("sm_90", "2", "portable: forward 64x64"),
-    ("sm_90", "4", "hopper: forward 256x64"),
+    ("A100", "2", "portable: forward 128x64"), ("sm_90", "1", "portable: forward 64x64"),
+    ("sm_90", "2", "hopper: forward 128x128"), ("sm_90", "4", "hopper: forward 256x64"),
 ])  # fmt: skip
 def test_tiles_of_a_target(capsys, target, batch, plan):
     code, text = explain(capsys, "--target", target, "-b", batch)

@@ -63,79 +63,92 @@ pytestmark = [
 ]
 
 
-def _calls():
-    """(number of the row, name of the options) of each compiled call."""
-    from flashtile import tiles
+# (head_dim, head_dim_v), in blocks of 64, 128 and 256 columns, and with the rest apart
+DIMS = (64, 64), (128, 128), (192, 128), (256, 256)
+# of a batch that fills all multiprocessors many times
+SEQLENS = 128, 1024, 4096, 16384
+WINDOWS = (127, 0), (511, 0), (1023, 0), (4095, 0)
 
-    seen = set()
-    for number, row in enumerate(tiles.HOPPER):
-        for name in ("plain", "causal", "bias", "dropout"):
+
+def _problem(dims, name, seqlen, window=None):
+    from flashtile.problem import AttentionProblem
+
+    options = dict(OPTIONS[name])
+    if "window" not in options:
+        options["window"] = (None, 0 if options.get("causal") else None)
+    options.pop("causal", None)
+    if window:
+        options["window"] = window
+    packed = "packed" in name
+    # Of the eight heads of a group, which share tiles
+    seqlen_q, num_heads = (16, 32) if name == "heads" else (seqlen, 4)
+    total = 64 * seqlen if packed else None
+    return AttentionProblem(
+        batch=64, seqlen_q=seqlen_q, seqlen_k=seqlen, num_heads=num_heads, num_heads_kv=4, head_dim=dims[0], head_dim_v=dims[1],
+        dtype=torch.bfloat16, softmax_scale=0.1, has_sinks=name == "features", total_q=total, total_k=total,
+        same_lengths=packed, **options,
+    )  # fmt: skip
+
+
+def _chosen():
+    """(dims, name of the options, seqlen, window) of calls that the table has tiles for; some twice."""
+    for dims in DIMS:
+        for seqlen in SEQLENS:
+            yield from ((dims, name, seqlen, None) for name in ("plain", "causal", "packed", "dropout"))
             # A product adds it where tiles of queries, keys and values have as many columns, up to 128
-            if name == "bias" and (row.block_dim > 128 or row.dims):
-                continue
-            # Calls with dropout have the row of few keys
-            if name == "dropout" and row.block_dim == 64 and row.max_seqlen is None:
-                continue
-            if (name == "dropout" or row.causal in (None, name != "plain")) and (row.block_dim, row.config, name) not in seen:
-                seen.add((row.block_dim, row.config, name))
-                yield number, name
-    yield len(tiles.HOPPER) - 1, "features"
-    for block_dim in (64, 128, 256):
-        number = next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == block_dim and not row.dims)
-        yield from ((number, name) for name in OPTIONS if name.startswith("softcap"))
-    yield next(number for number, row in enumerate(tiles.HOPPER) if row.block_dim == 128), "rare"
-    yield len(tiles.HOPPER) - 1, "heads"
-    for number, row in enumerate(tiles.HOPPER):
-        if row.block_dim > 64 and row.dims is None:
-            yield number, "columns"
-        if row.config.tile_m == row.config.tile_n:
-            yield number, "short"
-            yield number, "short packed"
-        if row.dims is None and row.causal in (None, True) and row.max_seqlen is None:
-            yield number, "packed"
-        if not row.config.lazy:
-            yield number, "window"
+            if dims[0] <= 128:
+                yield dims, "bias", seqlen, None
+            if dims != (192, 128):
+                yield from ((dims, name, seqlen, None) for name in OPTIONS if name.startswith("softcap"))
+        yield dims, "short", 1024, None
+        yield dims, "short packed", 1024, None
+        yield from ((dims, "window", 16384, window) for window in WINDOWS)
+    yield (256, 256), "features", 4096, None
+    yield (128, 128), "rare", 4096, None
+    yield (256, 256), "heads", 4096, None
+    yield from ((dims, "columns", 4096, None) for dims in ((96, 96), (192, 192)))
+
+
+def _config(call):
+    from flashtile import hardware, tiles
+
+    config = tiles.hopper_config(_problem(*call), hardware.by_name("H200"))
+    return replace(config, heads=8) if call[1] == "heads" else config
+
+
+def _calls():
+    """One of `_chosen` for each dims, options and configuration."""
+    calls = {}
+    for call in _chosen():
+        config = _config(call)
+        # Half of a diagonal's tile
+        if "short" not in call[1] or config.tile_m == config.tile_n:
+            calls.setdefault((*call[:2], config), call)
+    return list(calls.values())
 
 
 def _compile(call):
     """Report of one call, as a dict."""
-    from flashtile import tiles
     from flashtile.bench import offline
     from flashtile.hopper import forward
-    from flashtile.problem import AttentionProblem, Operands
+    from flashtile.problem import Operands
 
-    number, name = call
-    row = tiles.HOPPER[number]
-    # Of the eight heads of a group, which share tiles
-    seqlen_q, num_heads, config = (16, 32, replace(row.config, heads=8)) if name == "heads" else (4096, 4, row.config)
-    head_dim = head_dim_v = row.block_dim * 3 // 4 if name == "columns" else row.block_dim
-    if row.dims:
-        head_dim, head_dim_v = row.dims[0][-1], row.dims[1]
-    seqlen_k = 4096
-    if "short" in name:
-        seqlen_q = seqlen_k = 1024
-    packed = "packed" in name
-    total = 3 * seqlen_q if packed else None
-    starts = torch.empty(8, dtype=torch.int32, device="meta") if packed else None
-    rows_q, rows_k = (total, total) if packed else (seqlen_q, seqlen_k)
-    shapes = (rows_q, num_heads, head_dim), (rows_k, 4, head_dim), (rows_k, 4, head_dim_v)
-    q, k, v = (torch.empty(*([] if packed else [1]), *shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    window = OPTIONS[name].get("window", (None, 0 if OPTIONS[name].get("causal") else None))
-    problem = AttentionProblem(
-        batch=7 if packed else 1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=4, head_dim=head_dim,
-        head_dim_v=head_dim_v, dtype=torch.bfloat16, window=window, softmax_scale=0.1,
-        softcap=OPTIONS[name].get("softcap", 0.0), dropout_p=OPTIONS[name].get("dropout_p", 0.0),
-        has_alibi=OPTIONS[name].get("has_alibi", False), has_sinks=name == "features", total_q=total, total_k=total,
-        same_lengths=packed,
-    )  # fmt: skip
+    (head_dim, head_dim_v), name, seqlen, _ = call
+    problem, config = _problem(*call), _config(call)
+    packed = problem.varlen
+    starts = torch.empty(problem.batch + 1, dtype=torch.int32, device="meta") if packed else None
+    seqlens = (problem.seqlen_q, seqlen, seqlen)
+    leading = [(problem.batch * length,) if packed else (problem.batch, length) for length in seqlens]
+    shapes = zip(leading, (problem.num_heads, 4, 4), (head_dim, head_dim, head_dim_v), strict=True)
+    q, k, v = (torch.empty(*rows, heads, dim, dtype=torch.bfloat16, device="meta") for rows, heads, dim in shapes)
     vector = torch.empty(4, device="meta")
     rng_state = torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout_p else None
     slopes, sinks = (vector if there else None for there in (problem.has_alibi, problem.has_sinks))
     operands = Operands(q, k, v, starts, starts, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, config, operands)
-    kind = name, head_dim if row.dims else row.block_dim
-    return {"call": f"row {number} d{head_dim} {name}", "kind": kind, **asdict(reports[-1])}
+    block_dim = 128 if head_dim == 96 else 256 if name == "columns" else head_dim
+    return {"call": f"{config.tile_m}x{config.tile_n} d{head_dim} {name}", "kind": (name, block_dim), **asdict(reports[-1])}
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,34 @@ def test_columns_of_q_and_k_lie_apart_where_larger_tiles_fit_then():
     assert not any(is_apart(*dims) for dims in ((144, 128), (192, 64), (192, 136), (200, 128), (128, 128)))
 
 
-def test_calls_that_other_units_limit_have_the_tiles_of_few_keys():
-    def tile(**options):
-        config = hopper_config(replace(problem(8192, 64, 64), **options), hardware.by_name("H200"))
-        return config.tile_m, config.tile_n
+def tile(seqlen, head_dim, batch=64, **options):
+    config = hopper_config(replace(problem(seqlen, head_dim, head_dim), batch=batch, **options), hardware.by_name("H200"))
+    return config.tile_m, config.tile_n
 
-    assert tile() == (192, 128)
-    assert tile(softcap=30.0) == tile(dropout_p=0.1) == tile(dropout_p=0.1, window=(None, 0)) == (256, 64)
+
+def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
+    causal = {"window": (None, 0)}
+    short, middle, wide, four = (128, 64), (128, 128), (192, 128), (256, 64)
+    assert [tile(n, 64) for n in (200, 640, 1024, 4096)] == [short, middle, four, wide]
+    assert [tile(n, 64, **causal) for n in (400, 1024, 4096, 8192)] == [short, middle, four, wide]
+    assert [tile(16384, 64, window=(left, 0)) for left in (127, 511, 1023, 4095)] == [short, middle, four, wide]
+    assert [tile(n, 128, **causal) for n in (384, 512)] == [short, middle] and tile(128, 128) == middle
+    # Of packed sequences the mean counts, not the longest
+    packed = {"total_q": 64 * 100, "total_k": 64 * 100, "window": (None, 0)}
+    assert tile(8192, 64, **packed) == tile(8192, 128, **packed) == short
+
+
+def test_calls_that_other_units_limit_have_two_consumers():
+    assert tile(8192, 64, softcap=30.0) == tile(8192, 64, dropout_p=0.1) == (128, 128)
+    assert tile(512, 64, softcap=30.0) == tile(512, 128, softcap=30.0) == tile(512, 64, dropout_p=0.1) == (128, 64)
+    assert tile(512, 128, dropout_p=0.1) == (128, 64) and tile(1024, 128, dropout_p=0.1) == (128, 128)
+
+
+def test_calls_of_one_wave_have_tiles_that_fill_it():
+    # 88 and 64 of larger ones would leave more multiprocessors without work
+    assert tile(2048, 64, batch=1) == (128, 128)
+    # a second wave of 192 queries' tiles would be half empty
+    assert tile(4096, 64, batch=2) == (256, 64) and tile(4096, 64, batch=8) == (192, 128)
 
 
 def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
@@ -71,7 +92,7 @@ def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
     assert [padded_dim(24, 2, 32), padded_dim(24, 2, 64), padded_dim(8, 2, 32), padded_dim(40, 2, 32)] == [32, 64, 16, 64]
 
 
-@pytest.mark.parametrize("row", HOPPER, ids=str)
+@pytest.mark.parametrize("row", HOPPER, ids=lambda row: str(row.config))
 def test_stages_of_the_hopper_forward_are_enough_for_turns(row):
     """The first consumer begins so many key tiles later than the last, and keeps the turn until then."""
     assert (row.config.tile_m - 64) / row.config.tile_n < row.config.num_stages
@@ -113,9 +134,7 @@ def test_calls_that_do_not_gain_have_the_loop_over_keys():
     assert not config_of(8, 273, 273, 16, 64)
     assert config_of(8, 160, 160, 16, 128) and not config_of(8, 256, 256, 16, 128) and not config_of(8, 64, 64, 16, 136)
     assert config_of(8, 192, 192, 16, 64, window=causal) and not config_of(8, 256, 256, 16, 64, window=causal)
-    # Tiles without waste, where registers hold two programs alone; not where there are few
-    assert not config_of(32, 256, 256, 12, 64) and config_of(32, 255, 256, 12, 64) and config_of(2, 256, 256, 12, 64)
-    assert config_of(64, 256, 256, 16, 72) and config_of(64, 256, 128, 16, 64)
+    assert config_of(32, 256, 256, 12, 64) and config_of(64, 256, 256, 16, 72) and config_of(64, 256, 128, 16, 64)
     for options in ({"softcap": 5.0}, {"dropout_p": 0.1}, {"has_alibi": True}, {"has_sinks": True}, {"softmax_scale": -0.1}):
         assert not config_of(8, 64, 64, 16, 64, **options)
     # Heads of a group share tiles

@@ -7,12 +7,12 @@ from flashtile.device import versions
 
 DIRECTIONS = ("forward", "backward", "decode")
 
-# By padded head dim the most keys, without and with a causal mask, for which the portable kernel's smaller tiles end sooner
-# where each multiprocessor has one tile at most: H200, single runs, us from a cold L2. In brackets the portable kernel's. Head
-# dim 64: 8 x 128 keys of 16 heads 14.7 (9.2), 8 x 256 17.1 (16.5), with a softcap 25.7 (18.5), 4 x 384 19.1 (13.7), 4 x 512
-# 21.1 (22.9), causal 22.0 (19.2), 2 x 1024 causal 29.0 (26.7); 128: 8 x 128 13.8 (12.2), 4 x 256 14.5 (13.7), 4 x 384 20.0
-# (25.4); 256: 8 x 256 of 8 heads 19.6 (22.7).
-_FEW_KEYS = {64: (384, 1024), 128: (256, 256)}
+# By padded head dim the most keys for which the portable kernel's smaller tiles end sooner where each multiprocessor has one
+# tile at most: H200, single runs, us from a cold L2. In brackets the portable kernel's. Head dim 64, full and causal: 4 x 384
+# keys of 11 heads 12.7 (11.1), 12.2 (11.3), 2 x 512 of 16 13.8 (12.3), 13.8 (12.7), 1 x 1024 of 16 18.1 (17.8), 18.0 (18.2),
+# 1 x 2048 of 8 27.1 (29.3), 27.9 (29.0), 1 x 4096 of 4 44.6 (51.4), 45.8 (51.2); 128: 8 x 128 13.8 (12.2), 4 x 256 14.5
+# (13.7), 4 x 384 20.0 (25.4).
+_FEW_KEYS = {64: 512, 128: 256}
 
 # By padded head dim, how many times as fast as the portable kernel of caches a multiprocessor is: H100, single runs, 8192 keys,
 # us of as many tiles of one wave, in brackets the portable kernel, all of whose programs have work: head dim 64 of 64 heads 64
@@ -71,7 +71,7 @@ def yields(problem, device, direction) -> str | None:
         if 2 * num_tiles <= device.num_sms:
             return f"fills {num_tiles} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
         block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
-        few_keys = _FEW_KEYS.get(block_dim, (0, 0))[problem.causal]
+        few_keys = _FEW_KEYS.get(block_dim, 0)
         if num_tiles <= device.num_sms and problem.seqlen_k <= few_keys and not problem.varlen:
             return f"a tile a multiprocessor, of {problem.seqlen_k} keys; the portable kernel's smaller tiles end sooner"
     return None
@@ -81,7 +81,7 @@ def _yields_decode(problem, device) -> str | None:
     packed = problem.as_packed()
     config = tiles.hopper_config(packed, device)
     # The longest of packed sequences may be one of many: as if all had their mean
-    rows = min(problem.seqlen_q, -(-packed.total_q // max(problem.batch, 1))) * config.heads
+    rows = min(problem.seqlen_q, packed.mean_queries) * config.heads
     if 2 * rows < config.tile_m:
         return f"has tiles of {config.tile_m} rows, of which {rows} of a sequence leave most empty"
     num_tiles = problem.batch * problem.num_heads // config.heads * -(-rows // config.tile_m)

@@ -303,7 +303,7 @@ def _load_first(problem, config):
 
     See docs/kernels/hopper-forward.md. With two consumers they are not.
     """
-    return config.tile_m == 3 * ROWS or config.tile_m == 4 * ROWS and bool(problem.dropout_p)
+    return config.tile_m == 3 * ROWS
 
 
 def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):

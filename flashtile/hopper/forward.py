@@ -1153,15 +1153,6 @@ def attention_forward(
                      variant)),
             (_load_apart, (v_desc, ring, pages, lengths, variant)),
         ], [4, 4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif LOAD_FIRST:
-        gl.warp_specialize([
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
-        ], [4, 4, 4, 4], [REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),

@@ -128,6 +128,29 @@ def test_few_keys_as_many(tier, case, long_keys, poisoned):
     checks.check_attention(case, torch.bfloat16, "cuda")
 
 
+@pytest.fixture
+def long_tiles(long_keys, monkeypatch, request):
+    """Calls have the tiles of long ones, at head dims to 64 those of so many queries; what other units limit stays as it is."""
+    limited = (tiles._is_capped, tiles._has_dropout)
+    rows = (row if row.when in limited else row._replace(when=None) for row in tiles.HOPPER
+            if row.max_keys is None and (row.block_dim > 64 or row.when in limited or row.config.tile_m == request.param))
+    monkeypatch.setattr(tiles, "HOPPER", tuple(rows))
+    return request.param
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("long_tiles", [128, 192, 256], indirect=True)
+@pytest.mark.parametrize("case", [c.scaled(3) for c in CASES if c.magnitude == 1.0], ids=lambda case: case.name)
+def test_tiles_of_long_calls(tier, long_tiles, case, poisoned):
+    """Cases of few keys with the tiles that many have: at head dims to 64 two kinds, to 128 one, and beyond no others."""
+    skip_refused(tier, case, torch.bfloat16)
+    problem = case.problem(case.make(torch.bfloat16, "cuda"))
+    dim = max(problem.head_dim, problem.head_dim_v)
+    if dim > 128 or (dim > 64) != (long_tiles == 128):
+        pytest.skip("tiles of other head dims")
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 @pytest.mark.parametrize("name", ["resident_77", "resident_257", "resident_197", "resident_causal_gqa", "resident_window",
                                   "one_key", "varlen_cross_causal", "varlen_empties", "varlen_used_k"])  # fmt: skip
