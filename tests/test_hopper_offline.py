@@ -25,14 +25,15 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("softcap", 128): 8, ("softcap", 256): 184, ("softcap window", 64): 56, ("softcap window", 256): 264,
           ("softcap packed", 64): 40, ("softcap packed", 256): 152, ("softcap dropout", 64): 56, ("softcap dropout", 128): 8,
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,
-          ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8}  # fmt: skip
+          ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8,
+          ("packed", 192): 112, ("window", 256): 120}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("causal", 64): 80, ("bias", 64): 112, ("packed", 64): 88, ("packed", 256): 56, ("softcap", 64): 48,
                        ("softcap", 128): 16, ("softcap window", 64): 64, ("softcap packed", 64): 72,
                        ("softcap dropout", 64): 64, ("softcap dropout", 128): 16, ("window", 64): 88, ("plain", 64): 8,
                        ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8, ("plain", 192): 40, ("short", 128): 8,
                        ("bias", 128): 24, ("packed", 128): 40, ("short packed", 128): 40, ("softcap window", 128): 16,
-                       ("softcap packed", 128): 48, ("window", 128): 16}  # fmt: skip
+                       ("softcap packed", 128): 48, ("window", 128): 16, ("window", 256): 128}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -65,8 +66,8 @@ pytestmark = [
 
 # (head_dim, head_dim_v), in blocks of 64, 128 and 256 columns, and with the rest apart
 DIMS = (64, 64), (128, 128), (192, 128), (256, 256)
-# of a batch that fills all multiprocessors many times
-SEQLENS = 128, 1024, 4096, 16384
+# Of a batch that fills all multiprocessors many times. Longer ones come first: "short" is beside them
+SEQLENS = 16384, 4096, 1200, 1024, 640, 128
 WINDOWS = (127, 0), (511, 0), (1023, 0), (4095, 0)
 
 

@@ -37,6 +37,11 @@ CONFIGS = {
     128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
+# At 64 with a softcap or dropout, whose instructions are what takes time: 64 queries a tile, H200, us, single runs of 5
+# shuffled rounds, 4 x 2048 causal tokens of 16 heads 333 to 275 and 323 to 298. Without, 213 to 225, full 346 to 378, 16 x 512
+# 108.3 to 108.8, a window of 256 of 16k 234 to 231, of 1024 435 to 449. At 128 32 queries a tile 353 to 419, so 410 to 459, 444
+# to 479.
+LIMITED = BackwardConfig(64, 128, 16, 4, dout_stages=3)
 # For larger head dims with at most 320 columns of dk and dv, as 192/128: those of 128 keys fit in registers beside scores of 32
 # queries. A tile of 64 keys reads and adds to twice as many bytes in L2, whose rate is the limit there (see backward.py).
 FLAT = BackwardConfig(32, 128, 16, 4, dout_stages=2, registers=216)
@@ -68,7 +73,7 @@ def _padded_rows(problem):
 
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
-    config = CONFIGS[max(blocks)]
+    config = LIMITED if max(blocks) == 64 and (problem.softcap or problem.dropout_p) else CONFIGS[max(blocks)]
     if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
         config = FLAT if min(blocks) < 256 else replace(FLAT, num_stages=3)
     if problem.deterministic:
