@@ -140,6 +140,20 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
         assert down == 0 and (group == 1 or 2 * 132 / group <= 1.5 * steps)
 
 
+def test_calls_that_other_units_limit_have_smaller_tiles():
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def tile_m(seqlen, head_dim=64, **options):
+        shape = 2, seqlen, seqlen, 8, 8, head_dim, head_dim
+        problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=1.0, **options)
+        return backward_config.configs(problem, hardware.by_name("H200"))["backward"].tile_m
+
+    causal = {"window": (None, 0)}
+    assert tile_m(8192, softcap=30.0, **causal) == tile_m(8192, dropout_p=0.1, **causal) == tile_m(512, softcap=30.0) == 64
+    assert tile_m(8192, softcap=30.0) == tile_m(8192, **causal) == 128 and tile_m(8192, 128, softcap=30.0, **causal) == 64
+
+
 def test_parts_of_groups():
     """As few as give each program some tiles of keys."""
     from flashtile import tiles

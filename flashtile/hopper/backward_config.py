@@ -37,10 +37,12 @@ CONFIGS = {
     128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
-# At 64 with a softcap or dropout, whose instructions are what takes time: 64 queries a tile, H200, us, single runs of 5
-# shuffled rounds, 4 x 2048 causal tokens of 16 heads 333 to 275 and 323 to 298. Without, 213 to 225, full 346 to 378, 16 x 512
-# 108.3 to 108.8, a window of 256 of 16k 234 to 231, of 1024 435 to 449. At 128 32 queries a tile 353 to 419, so 410 to 459, 444
-# to 479.
+# At 64 with a softcap or dropout, whose instructions are what takes time, 64 queries a tile under a mask and in short calls:
+# H200, us, single runs of 3 to 5 shuffled rounds, 16 heads, softcap 30, then dropout: causal 16 x 512 162 to 129, 158 to 134;
+# 4 x 2048 333 to 275, 323 to 298; 2 x 8192 2058 to 1746, 2050 to 1940; packed 64 of 1 to 1024 833 to 669, a window of 1024 of
+# 16k 692 to 568; full 512 168 to 160, 178 to 167, but 8192 3246 to 3475, 3510 to 3679. Without them 4 x 2048 causal 213 to
+# 225, full 346 to 378, 16 x 512 108.3 to 108.8, a window of 256 of 16k 234 to 231, of 1024 435 to 449. At 128 32 queries a
+# tile 353 to 419, so 410 to 459, 444 to 479.
 LIMITED = BackwardConfig(64, 128, 16, 4, dout_stages=3)
 # For larger head dims with at most 320 columns of dk and dv, as 192/128: those of 128 keys fit in registers beside scores of 32
 # queries. A tile of 64 keys reads and adds to twice as many bytes in L2, whose rate is the limit there (see backward.py).
@@ -71,9 +73,14 @@ def _padded_rows(problem):
     return problem.batch * problem.num_heads * (problem.seqlen_q + 127)
 
 
+def _is_limited(problem) -> bool:
+    """Whether other units than the tensor cores limit a call so much that smaller tiles are faster, see LIMITED."""
+    return (problem.softcap or problem.dropout_p) and (problem.window != (None, None) or problem.mean_keys <= 1024)
+
+
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
-    config = LIMITED if max(blocks) == 64 and (problem.softcap or problem.dropout_p) else CONFIGS[max(blocks)]
+    config = LIMITED if max(blocks) == 64 and _is_limited(problem) else CONFIGS[max(blocks)]
     if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
         config = FLAT if min(blocks) < 256 else replace(FLAT, num_stages=3)
     if problem.deterministic:
