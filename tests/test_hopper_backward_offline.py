@@ -39,9 +39,9 @@ OPTIONS = {
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
          (128, 128, "deterministic"), (256, 256, "deterministic"), (64, 64, "packed"), (128, 128, "packed"),
-         (256, 256, "packed"), (64, 64, "dropout"), (64, 64, "rare"), (256, 256, "dropout"), (96, 96, "causal"),
-         (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped"), (64, 64, "parts"),
-         (128, 128, "parts"), (256, 256, "parts"), (192, 128, "plain"), (192, 128, "deterministic"),
+         (256, 256, "packed"), (64, 64, "dropout"), (64, 64, "rare"), (64, 64, "features"), (256, 256, "dropout"),
+         (96, 96, "causal"), (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped"),
+         (64, 64, "parts"), (128, 128, "parts"), (256, 256, "parts"), (192, 128, "plain"), (192, 128, "deterministic"),
          (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
          (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal")]  # fmt: skip
 
