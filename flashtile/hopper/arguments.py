@@ -298,14 +298,6 @@ def _capped(problem, config):
     return cap, bounded and cap is not None
 
 
-def _load_first(problem, config):
-    """Whether four warps load, before all consumers, and not one warp behind them: where issue slots are what is short.
-
-    See docs/kernels/hopper-forward.md. With two consumers they are not.
-    """
-    return config.tile_m == 3 * ROWS
-
-
 def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None.
 
@@ -339,7 +331,8 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     gathered = pages is not None and not page_rows
     # With half of the queries in registers consumers have none to give
     registers, load_registers = (REGISTERS_GATHERED if gathered and not split_q else REGISTERS)[config.tile_m // ROWS]
-    load_first = _load_first(problem, config) and not pages
+    # Three consumers leave issue slots short: four warps load, before these, and not one behind them
+    load_warps = 4 if gathered or config.tile_m == 3 * ROWS and not pages else 1
     cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned
     arguments = (
@@ -357,7 +350,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "TILE_N": config.tile_n, "PAGE_SIZE": page_size,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers,
-        "LOAD_WARPS": 4 if gathered or load_first else 1, "LOAD_FIRST": load_first, "LAZY": config.lazy,
+        "LOAD_WARPS": load_warps, "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
         "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,

@@ -1075,17 +1075,17 @@ def attention_forward(
     heads_per_group, tail_heads, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
     SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-    LOAD_WARPS: gl.constexpr, LOAD_FIRST: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
-    MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr,
-    HALF_LAST: gl.constexpr, LAST_ROWS_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
+    LOAD_WARPS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
+    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, LAST_ROWS_FIRST: gl.constexpr,
+    BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
 
     table: of `schedule`, or None. In a packed call heads_per_group counts rows of keys. pages, table_stride, num_pages: of
     `cache.Pages` of PAGE_SIZE tokens, or None. lse_stride, lse_apart: see LseRows. Constants: see Variant. REGISTERS,
-    LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; LOAD_FIRST: whether these are the first warps, and
-    get the registers that are left.
+    LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; where these are the first warps they get the
+    registers that are left.
     """
     VALUES_APART: gl.constexpr = pages is not None and not GATHERED
     variant: gl.constexpr = _variant(
@@ -1127,7 +1127,7 @@ def attention_forward(
                      variant)),
             (_load_apart, (v_desc, ring, pages, lengths, variant)),
         ], [4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 3 and LOAD_FIRST:
+    elif NUM_CONSUMERS == 3 and pages is None:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      variant)),
