@@ -64,6 +64,11 @@ class CallShape:
         return self.window[1] == 0
 
     @property
+    def masked(self) -> bool:
+        """Whether a side of the window is closed."""
+        return self.window != (None, None)
+
+    @property
     def group_size(self) -> int:
         """Query heads that share a key-value head."""
         return self.num_heads // self.num_heads_kv

@@ -247,10 +247,10 @@ def _has_dropout(problem, num_sms) -> bool:
 
 
 def _is_masked(problem, num_sms) -> bool:
-    return problem.window != (None, None)
+    return problem.masked
 
 
-# By queries of a tile, what a row costs at head dim 64 in long calls without a mask
+# By queries of a tile, what a row costs at head dim 64 in long calls without a mask: fitted to single runs on an H200
 _ROW_COSTS = {128: 1.12, 192: 1.0, 256: 1.06}
 
 
@@ -265,7 +265,7 @@ def _end_first(tile_m, problem, num_sms) -> bool:
 
 
 _L2_BYTES = 20 * 2**20
-_HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper.json"
+_HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper-forward.json"
 _HOPPER_192 = "benchmarks/results/nvidia-h200/features.json; for 192/128"
 _HOPPER_SINGLE = "single runs on an H200, see docs/kernels/hopper-forward.md"
 # Two consumers: other units than the tensor cores limit calls with a softcap or dropout, and the border between tiles those of
@@ -300,8 +300,9 @@ def hopper_config(problem, device) -> HopperConfig:
     itemsize = problem.dtype.itemsize
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
     block_dv = padded_dim(problem.head_dim_v, itemsize)
+    keys = problem.mean_keys
     for row in HOPPER:
-        if (block_dim <= row.block_dim and (row.max_keys is None or problem.mean_keys <= row.max_keys)
+        if (block_dim <= row.block_dim and (row.max_keys is None or keys <= row.max_keys)
                 and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])
                 and (row.when is None or row.when(problem, device.num_sms))):  # fmt: skip
             return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
@@ -391,7 +392,7 @@ def resident_config(problem, device) -> ResidentConfig | None:
     # Of a thread, as compiled: half a row of scores, half a row of out, weights under way, and others
     registers = max(sum(keys), 64) // 2 + max(columns_v, 64) // 2 + sum(keys[1:]) // 4 + 12
     programs = min((228 << 10) // num_bytes, 512 // registers, 8)
-    if programs < 2 or programs < 3 and problem.window != (None, None):
+    if programs < 2 or programs < 3 and problem.masked:
         return None
     return ResidentConfig(keys, _resident_tiles(problem, programs, device.num_sms), programs)
 

@@ -133,6 +133,7 @@ def _compile(call):
     from flashtile.bench import offline
     from flashtile.hopper import forward
     from flashtile.problem import Operands
+    from flashtile.tiles import padded_dim
 
     (head_dim, head_dim_v), name, seqlen, _ = call
     problem, config = _problem(*call), _config(call)
@@ -148,7 +149,7 @@ def _compile(call):
     operands = Operands(q, k, v, starts, starts, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, config, operands)
-    block_dim = 128 if head_dim == 96 else 256 if name == "columns" else head_dim
+    block_dim = padded_dim(head_dim, 2) if name == "columns" else head_dim
     return {"call": f"{config.tile_m}x{config.tile_n} d{head_dim} {name}", "kind": (name, block_dim), **asdict(reports[-1])}
 
 

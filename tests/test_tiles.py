@@ -134,7 +134,8 @@ def test_calls_that_do_not_gain_have_the_loop_over_keys():
     assert not config_of(8, 273, 273, 16, 64)
     assert config_of(8, 160, 160, 16, 128) and not config_of(8, 256, 256, 16, 128) and not config_of(8, 64, 64, 16, 136)
     assert config_of(8, 192, 192, 16, 64, window=causal) and not config_of(8, 256, 256, 16, 64, window=causal)
-    assert config_of(32, 256, 256, 12, 64) and config_of(64, 256, 256, 16, 72) and config_of(64, 256, 128, 16, 64)
+    assert config_of(32, 256, 256, 12, 64) and config_of(32, 255, 256, 12, 64) and config_of(2, 256, 256, 12, 64)
+    assert config_of(64, 256, 256, 16, 72) and config_of(64, 256, 128, 16, 64)
     for options in ({"softcap": 5.0}, {"dropout_p": 0.1}, {"has_alibi": True}, {"has_sinks": True}, {"softmax_scale": -0.1}):
         assert not config_of(8, 64, 64, 16, 64, **options)
     # Heads of a group share tiles

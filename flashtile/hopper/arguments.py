@@ -140,7 +140,7 @@ def _start_resident(kernel, problem, config, launch, *tensors):
         table, Window(*problem.window), float(problem.softmax_scale), problem.lse_shape[-1], problem.seqlen_q, problem.seqlen_k,
         problem.num_heads, num_parts, config.tiles,
     )  # fmt: skip
-    hidden = problem.varlen or problem.window != (None, None)
+    hidden = problem.varlen or problem.masked
     constexprs = {
         "GROUP_SIZE": problem.group_size, "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "KEYS": config.keys,
         "MASKED": (hidden,) * (len(config.keys) - 1) + (hidden or problem.seqlen_k < sum(config.keys),),

@@ -75,7 +75,7 @@ def _padded_rows(problem):
 
 def _is_limited(problem) -> bool:
     """Whether other units than the tensor cores limit a call so much that smaller tiles are faster, see LIMITED."""
-    return (problem.softcap or problem.dropout_p) and (problem.window != (None, None) or problem.mean_keys <= 1024)
+    return (problem.softcap or problem.dropout_p) and (problem.masked or problem.mean_keys <= 1024)
 
 
 def configs(problem, device) -> dict:

@@ -148,6 +148,8 @@ def test_tiles_of_long_calls(tier, long_tiles, case, poisoned):
     dim = max(problem.head_dim, problem.head_dim_v)
     if dim > 128 or (dim > 64) != (long_tiles == 128):
         pytest.skip("tiles of other head dims")
+    if not problem.softcap and not problem.dropout_p:
+        assert tiles.hopper_config(problem, hardware.detect("cuda")).tile_m == long_tiles
     checks.check_attention(case, torch.bfloat16, "cuda")
 
 
