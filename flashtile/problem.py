@@ -187,9 +187,17 @@ class AttentionProblem(CallShape):
 
     @property
     def mean_keys(self) -> float:
-        """Keys that a query sees, on average; of packed sequences as if all had their mean lengths."""
-        keys = -(-self.total_k // max(self.batch, 1)) if self.varlen else self.seqlen_k
-        return visible_pairs(self.mean_queries, keys, self.window) / self.mean_queries
+        """Keys that a query sees, on average.
+
+        Packed sequences count as if all had the geometric mean of their mean and their longest length: most queries are those
+        of long ones.
+        """
+        queries, keys = self.seqlen_q, self.seqlen_k
+        if self.varlen:
+            batch = max(self.batch, 1)
+            queries, keys = math.sqrt(self.total_q / batch * queries), math.sqrt(self.total_k / batch * keys)
+        queries = max(1, round(queries))
+        return visible_pairs(queries, round(keys), self.window) / queries
 
     def visible_pairs(self, lengths=None) -> int:
         """(query, key) pairs that the mask leaves, over the batch and one head.

@@ -20,8 +20,8 @@ from flashtile.device.versions import triton_version
 # Bytes of a thread's local memory, by options and head dim. At 256 half of the queries lie in registers; faster all the same.
 # Dropout's are between tiles: at most a word or four of them in the loop over keys.
 SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("causal", 64): 16, ("dropout", 64): 56,
-          ("dropout", 192): 80, ("dropout", 256): 88, ("heads", 256): 104, ("causal", 192): 128, ("short", 192): 120,
-          ("bias", 64): 16, ("packed", 64): 16, ("packed", 256): 48, ("short packed", 192): 112, ("softcap", 64): 24,
+          ("dropout", 192): 80, ("dropout", 256): 88, ("heads", 256): 104, ("causal", 192): 128,
+          ("bias", 64): 16, ("packed", 64): 16, ("packed", 256): 48, ("softcap", 64): 24,
           ("softcap", 128): 8, ("softcap", 256): 184, ("softcap window", 64): 56, ("softcap window", 256): 264,
           ("softcap packed", 64): 40, ("softcap packed", 256): 152, ("softcap dropout", 64): 56, ("softcap dropout", 128): 8,
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,

@@ -51,6 +51,8 @@ def test_columns_of_q_and_k_lie_apart_where_larger_tiles_fit_then():
         return hopper_config(problem(4096, head_dim, head_dim_v), hardware.by_name("H200")).rest_apart
 
     assert is_apart(152, 104) and is_apart(192, 128)
+    few, many = (hopper_config(replace(problem(n, 192, 128), window=(None, 0)), hardware.by_name("H200")) for n in (1200, 1400))
+    assert (few.tile_n, few.lazy, few.rest_apart) == (64, False, False) and many.rest_apart
     assert not any(is_apart(*dims) for dims in ((144, 128), (192, 64), (192, 136), (200, 128), (128, 128)))
 
 
@@ -66,9 +68,20 @@ def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
     assert [tile(n, 64, **causal) for n in (400, 1024, 4096, 8192)] == [short, middle, four, wide]
     assert [tile(16384, 64, window=(left, 0)) for left in (127, 511, 1023, 4095)] == [short, middle, four, wide]
     assert [tile(n, 128, **causal) for n in (384, 512)] == [short, middle] and tile(128, 128) == middle
-    # Of packed sequences the mean counts, not the longest
-    packed = {"total_q": 64 * 100, "total_k": 64 * 100, "window": (None, 0)}
-    assert tile(8192, 64, **packed) == tile(8192, 128, **packed) == short
+    # Of packed sequences neither the mean alone nor the longest counts: most queries are those of long ones
+    few, many = ({"total_q": 64 * mean, "total_k": 64 * mean} for mean in (10, 1188))
+    assert tile(1024, 64, **few, **causal) == tile(1024, 128, **few, **causal) == short
+    assert tile(8192, 64, **many, **causal) == four and tile(8192, 64, **many) == wide
+
+
+def test_keys_that_a_query_sees():
+    call = problem(1000, 64, 64)
+    assert call.mean_keys == replace(call, batch=7).mean_keys == 1000
+    assert replace(call, window=(None, 0)).mean_keys == 500.5
+    packed = replace(call, batch=4, seqlen_q=900, seqlen_k=1600, total_q=400, total_k=1600)
+    assert packed.mean_keys == 800 and replace(packed, window=(99, 0)).mean_keys == 100
+    assert replace(packed, batch=0, total_q=0, total_k=0).mean_keys == 0
+    assert replace(call, seqlen_q=0).mean_keys == 1000
 
 
 def test_calls_that_other_units_limit_have_two_consumers():
