@@ -112,13 +112,19 @@ RECORDED = [path for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.
             if json.loads(path.read_text()).get("schema") == record.SCHEMA]  # fmt: skip
 
 
+# (record, backend, head dim): dq of FlashAttention-4 is wrong at 72 and 80, and at 104 it does not compile
+PEERS_THAT_FAIL = {("models.json", "fa4", dim) for dim in (72, 80, 104)}
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
 def test_recorded_runs_follow_the_schema(path):
     document = json.loads(path.read_text())
     jsonschema.Draft202012Validator(record.schema()).validate(document)
     assert document["env"]["git"]["commit"]
     assert document["interrupted"] is False
-    assert not [row for row in document["results"] if row["status"] in ("mismatch", "error")]
+    failed = {(path.name, row["backend"], row["config"]["headdim"]) for row in document["results"]
+              if row["status"] in ("mismatch", "error")}  # fmt: skip
+    assert failed <= PEERS_THAT_FAIL
 
 
 def test_recorded_regress_runs_saw_what_was_there():

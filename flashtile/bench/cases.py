@@ -451,6 +451,35 @@ PRESETS = {
             Shape("64", "77", nheads="12", headdim="64", causal="yes"),
         ),
     ),
+    "models": Preset(
+        "one layer of each of 20 models, as they are trained or take a prompt: text, vision, speech, images, video",
+        (
+            # Llama 3.2 1B; Qwen 3 32B; Falcon 7B; Phi-2; Phi-3 mini; DeepSeek V3
+            Shape("2", "8k", nheads="32", nheads_kv="8", headdim="64", causal="yes"),
+            Shape("1", "32k", nheads="64", nheads_kv="8", headdim="128", causal="yes"),
+            Shape("4", "2k", nheads="71", nheads_kv="1", headdim="64", causal="yes"),
+            Shape("4", "2k", nheads="32", headdim="80", causal="yes"),
+            Shape("2", "4k", nheads="32", headdim="96", causal="yes"),
+            Shape("1", "4k", nheads="128", headdim="192-128", causal="yes"),
+            # layers with a window of gpt-oss, Gemma 3 12B and Mistral 7B
+            Shape("2", "8k", nheads="64", nheads_kv="8", headdim="64", window="127,0"),
+            Shape("2", "8k", nheads="16", nheads_kv="8", headdim="256", window="1023,0"),
+            Shape("1", "16k", nheads="32", nheads_kv="8", headdim="128", window="4095,0"),
+            # BERT large; Whisper large's encoder; DINOv2 L, SigLIP So400m, SAM's ViT-H, OpenCLIP bigG
+            Shape("32", "512", nheads="16", headdim="64"),
+            Shape("8", "1500", nheads="20", headdim="64"),
+            Shape("16", "1370", nheads="16", headdim="64"),
+            Shape("32", "729", nheads="16", headdim="72"),
+            Shape("2", "4k", nheads="16", headdim="80"),
+            Shape("64", "257", nheads="16", headdim="104"),
+            # Stable Diffusion XL at two sizes; FLUX; CogVideoX 5B; Wan 2.1 14B
+            Shape("4", "4k", nheads="10", headdim="64"),
+            Shape("4", "1k", nheads="20", headdim="64"),
+            Shape("1", "4608", nheads="24", headdim="128"),
+            Shape("1", "17776", nheads="48", headdim="64"),
+            Shape("1", "32760", nheads="40", headdim="128"),
+        ),
+    ),
     "chunked-prefill": Preset(
         "chunks of prompts over a cache, in rows and in pages; with --mode decode",
         tuple(
