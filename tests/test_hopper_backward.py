@@ -154,6 +154,21 @@ def test_calls_that_other_units_limit_have_smaller_tiles():
     assert tile_m(8192, softcap=30.0) == tile_m(8192, **causal) == 128 and tile_m(8192, 128, softcap=30.0, **causal) == 64
 
 
+def test_few_rows_of_the_last_tile_have_smaller_tiles():
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def queries(seqlen, head_dim=64, **options):
+        problem = AttentionProblem(4, seqlen, 512, 8, 8, head_dim, head_dim, torch.bfloat16, softmax_scale=0.1, **options)
+        return backward_config.configs(problem, hardware.by_name("H200"))["backward"].tile_m
+
+    assert {queries(n) for n in (50, 64, 129, 192, 257, 700)} == {64} and {queries(n) for n in (65, 193, 900, 2048)} == {128}
+    assert queries(300, window=(None, 0)) == 64 and queries(257, 128) == 64
+    # As many of packed sequences as are empty on average
+    packed = [queries(512, total_q=4 * mean, total_k=4 * mean) for mean in (64, 256, 500)]
+    assert packed == [64, 64, 128]
+
+
 def test_parts_of_groups():
     """As few as give each program some tiles of keys."""
     from flashtile import tiles

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (48, but
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
-          "grouped": 64, "parts": 24}  # fmt: skip
+          "grouped": 64, "parts": 24, "short grouped": 8}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -35,6 +35,11 @@ OPTIONS = {
     # a threshold of 1
     "rare": {"dropout_p": 2**-15},
     "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
+    # few rows in the last tile
+    "short": {},
+    "short causal": {"window": (None, 0)},
+    "short packed": {"window": (None, 0), "total_q": 300, "total_k": 300},
+    "short grouped": {"window": (None, 0), "deterministic": True},
 }
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
@@ -43,7 +48,8 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (96, 96, "causal"), (192, 192, "causal"), (64, 64, "grouped"), (128, 128, "grouped"), (256, 256, "grouped"),
          (64, 64, "parts"), (128, 128, "parts"), (256, 256, "parts"), (192, 128, "plain"), (192, 128, "deterministic"),
          (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
-         (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal")]  # fmt: skip
+         (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal"), (64, 64, "short"), (64, 64, "short causal"),
+         (64, 64, "short packed"), (64, 64, "short grouped")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -61,13 +67,14 @@ def _compile(call):
 
     dim, dim_v, name = call
     features = name == "features"
-    heads_kv = 2 if features else 1 if name in ("grouped", "parts") else 4
-    packed = name == "packed"
-    # 1000 keys: the last tile is not whole
-    q, k, v, out = (torch.empty(*([] if packed else [1]), 1000, heads, d, dtype=torch.bfloat16, device="meta")
+    heads_kv = 2 if features else 1 if name == "parts" or "grouped" in name else 4
+    packed, short = "packed" in name, "short" in name
+    # The last tile of keys is not whole
+    seqlen = 300 if short else 1000
+    q, k, v, out = (torch.empty(*([] if packed else [1]), seqlen, heads, d, dtype=torch.bfloat16, device="meta")
                     for heads, d in ((4, dim), (heads_kv, dim), (heads_kv, dim_v), (4, dim_v)))  # fmt: skip
     problem = AttentionProblem(
-        batch=1, seqlen_q=1000, seqlen_k=1000, num_heads=4, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
+        batch=1, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=4, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
         dtype=torch.bfloat16, softmax_scale=0.1, **OPTIONS[name],
     )  # fmt: skip
     slopes = torch.empty(4, device="meta") if features else None
@@ -80,6 +87,7 @@ def _compile(call):
         operands = Operands(q, k, v, cu_seqlens, cu_seqlens, alibi_slopes=slopes, rng_state=rng_state)
         configs = backward_config.configs(problem, device)
         assert (configs["backward"].splits > 1) == (heads_kv < 4)
+        assert not short or configs["backward"].tile_m == 64
         if name != "parts":
             configs["backward"] = replace(configs["backward"], splits=1)
         backward.launch(problem, configs, operands, out, lse, out, lse)

@@ -37,13 +37,18 @@ CONFIGS = {
     128: BackwardConfig(64, 128, 16, 4, dout_stages=3),
     256: BackwardConfig(64, 64, 16, 2, by_rows=False, dout_stages=1, dscores_stages=1),
 }
-# At 64 with a softcap or dropout, whose instructions are what takes time, 64 queries a tile under a mask and in short calls:
+# At 64, 64 queries a tile with a softcap or dropout, whose instructions are what takes time, under a mask and in short calls:
 # H200, us, single runs of 3 to 5 shuffled rounds, 16 heads, softcap 30, then dropout: causal 16 x 512 162 to 129, 158 to 134;
 # 4 x 2048 333 to 275, 323 to 298; 2 x 8192 2058 to 1746, 2050 to 1940; packed 64 of 1 to 1024 833 to 669, a window of 1024 of
 # 16k 692 to 568; full 512 168 to 160, 178 to 167, but 8192 3246 to 3475, 3510 to 3679. Without them 4 x 2048 causal 213 to
 # 225, full 346 to 378, 16 x 512 108.3 to 108.8, a window of 256 of 16k 234 to 231, of 1024 435 to 449. At 128 32 queries a
 # tile 353 to 419, so 410 to 459, 444 to 479.
-LIMITED = BackwardConfig(64, 128, 16, 4, dout_stages=3)
+# Also where they leave fewer rows of the last tile empty: H100, us, medians of 9 shuffled rounds (cuDNN), 12 heads, full
+# 256 x 50 239 to 194 (189), 256 x 64 250 to 203 (219), 128 x 129 280 to 251 (261), 128 x 192 309 to 281 (317), 128 x 197 313
+# to 313; 16 heads, 64 x 257 334 to 311 (363), 48 x 448 397 to 381 (466), 32 x 513 370 to 361 (439), 24 x 700 381 to 377 (476),
+# but 32 x 577 376 to 392, 16 x 900 411 to 412. Causal 128 x 60 133 to 108 (116), 128 x 129 269 to 237 (233), 64 x 257 304 to
+# 278 (304), 48 x 400 332 to 310 (366). Packed 256 of 1 to 128 299 to 277, of 1 to 254 497 to 471, of 1 to 512 924 to 901.
+FEW_ROWS = BackwardConfig(64, 128, 16, 4, dout_stages=3)
 # For larger head dims with at most 320 columns of dk and dv, as 192/128: those of 128 keys fit in registers beside scores of 32
 # queries. A tile of 64 keys reads and adds to twice as many bytes in L2, whose rate is the limit there (see backward.py).
 FLAT = BackwardConfig(32, 128, 16, 4, dout_stages=2, registers=216)
@@ -73,14 +78,19 @@ def _padded_rows(problem):
     return problem.batch * problem.num_heads * (problem.seqlen_q + 127)
 
 
-def _is_limited(problem) -> bool:
-    """Whether other units than the tensor cores limit a call so much that smaller tiles are faster, see LIMITED."""
-    return (problem.softcap or problem.dropout_p) and (problem.masked or problem.mean_keys <= 1024)
+def _has_few_rows(problem) -> bool:
+    """Whether FEW_ROWS is for a call of head dims to 64."""
+    if problem.softcap or problem.dropout_p:
+        return problem.masked or problem.mean_keys <= 1024
+    # Rows of a sequence's tiles; half of a packed one's last tile is empty, on average
+    few, many = (problem.mean_queries + rows // 2 if problem.varlen else -(-problem.seqlen_q // rows) * rows
+                 for rows in (FEW_ROWS.tile_m, CONFIGS[64].tile_m))  # fmt: skip
+    return few <= 0.93 * many
 
 
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
-    config = LIMITED if max(blocks) == 64 and _is_limited(problem) else CONFIGS[max(blocks)]
+    config = FEW_ROWS if max(blocks) == 64 and _has_few_rows(problem) else CONFIGS[max(blocks)]
     if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
         config = FLAT if min(blocks) < 256 else replace(FLAT, num_stages=3)
     if problem.deterministic:
