@@ -20,6 +20,7 @@ if importlib.util.find_spec("triton") is not None:
     from flashtile.device.lengths import Lengths, Packing
     from flashtile.device.tensors import rows_of
     from flashtile.hopper import backward
+    from flashtile.tiles import live_columns
 
     @triton.jit
     def _ranges(of_keys, of_queries, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
@@ -261,10 +262,11 @@ def test_padded_sequences_do_not_meet():
     assert all(end <= start for end, start in zip(ends, [*out.tolist()[1:], -(-last // multiple) * multiple]))
 
 
-def as_added(x, tile_m):
+def as_added(x, tile_m, sum_columns):
     """Rows of dq in the order of memory in which the threads of a partition add them: by the accumulators of a wgmma.
 
-    Pieces of 64 rows and 64 columns, or of tiles of 32 queries transposed, of 64 columns and 32 rows.
+    Pieces of 64 rows and 64 columns, the last one of a row of fewer where sum_columns are; or of tiles of 32 queries,
+    transposed, of 64 columns and 32 rows.
     """
     size = min(tile_m, 64)
     thread, number = torch.arange(128)[:, None], torch.arange(size // 2)
@@ -276,12 +278,12 @@ def as_added(x, tile_m):
     place = number // 4 * 512 + thread * 4 + number % 4
     memory = torch.empty(x.shape[0] // size, x.shape[1] // 64, size * 64)
     memory[:, :, place] = x.view(x.shape[0] // size, size, -1, 64).transpose(1, 2)[:, :, row, col]
-    return memory.flatten()
+    return memory.flatten(1)[:, : size * sum_columns].flatten()
 
 
 @pytest.mark.parametrize("tile_m", [32, 64])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 72, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 160, 256])
 def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
     """What is added in the order of registers is put in rows: batched, and packed with an empty sequence."""
     heads, lengths = 2, [100, 0, 130] if packed else [100, 100]
@@ -299,13 +301,31 @@ def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
         sums[0 if packed else i, :, begin : begin + length, :head_dim] = expected[start : start + length].transpose(0, 1) / 2
     dq = torch.zeros(expected.shape if packed else (len(lengths), lengths[0], heads, head_dim))
     cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
-    num_tiles = padded_rows // tile_m
-    dq_sum, packing = torch.cat([as_added(x, tile_m) for x in sums.flatten(0, 1)]), Packing(cu_seqlens, cu_seqlens, None, None)
+    num_tiles, packing = padded_rows // tile_m, Packing(cu_seqlens, cu_seqlens, None, None)
+    sum_columns = backward.sum_columns(live_columns(head_dim, block_d), tile_m)
+    dq_sum = torch.cat([as_added(x, tile_m, sum_columns) for x in sums.flatten(0, 1)])
     backward.backward_convert[(num_tiles * heads * sums.shape[0],)](
         dq_sum, rows_of(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=tile_m,
-        HEAD_DIM=head_dim, BLOCK_D=block_d,
+        HEAD_DIM=head_dim, SUM_D=sum_columns, BLOCK_D=block_d,
     )  # fmt: skip
     torch.testing.assert_close(dq.view(expected.shape), expected)
+
+
+def test_one_tile_of_keys_is_alone():
+    """Nothing is added to dq then, nor cleared before: each row must be written, so each query must see a key."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def is_alone(seqlen_q, seqlen_k, head_dim=64, **options):
+        shape = 2, seqlen_q, seqlen_k, 4, 4, head_dim, head_dim
+        problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=0.1, **options)
+        return backward._is_alone(problem, backward_config.configs(problem, hardware.by_name("H200"))["backward"])
+
+    causal = {"window": (None, 0)}
+    assert is_alone(4096, 77) and is_alone(50, 128, 128) and is_alone(64, 64, 256) and is_alone(77, 77, **causal)
+    assert is_alone(50, 77, **causal) and is_alone(77, 50, window=(None, 27))
+    assert not any((is_alone(50, 129), is_alone(50, 65, 256), is_alone(78, 77, **causal), is_alone(77, 50, window=(None, 26))))
+    assert not is_alone(64, 64, window=(3, 0)) and not is_alone(64, 64, total_q=100, total_k=100)
 
 
 @pytest.mark.parametrize(("rows", "splits", "dim"), [(70, 4, 24), (1, 7, 128)])

@@ -22,7 +22,8 @@ HERE = Path(__file__).parent
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (48, but
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
-          "grouped": 64, "parts": 24, "short grouped": 8}  # fmt: skip
+          "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
+          "alone deterministic": 8}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -40,6 +41,9 @@ OPTIONS = {
     "short causal": {"window": (None, 0)},
     "short packed": {"window": (None, 0), "total_q": 300, "total_k": 300},
     "short grouped": {"window": (None, 0), "deterministic": True},
+    # one tile of keys
+    "alone": {},
+    "alone deterministic": {"window": (None, 0), "deterministic": True},
 }
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
@@ -49,7 +53,8 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (64, 64, "parts"), (128, 128, "parts"), (256, 256, "parts"), (192, 128, "plain"), (192, 128, "deterministic"),
          (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
          (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal"), (64, 64, "short"), (64, 64, "short causal"),
-         (64, 64, "short packed"), (64, 64, "short grouped")]  # fmt: skip
+         (64, 64, "short packed"), (64, 64, "short grouped"), (64, 64, "alone"), (96, 96, "alone"), (256, 256, "alone"),
+         (192, 128, "alone"), (80, 80, "alone deterministic")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -70,7 +75,7 @@ def _compile(call):
     heads_kv = 2 if features else 1 if name == "parts" or "grouped" in name else 4
     packed, short = "packed" in name, "short" in name
     # The last tile of keys is not whole
-    seqlen = 300 if short else 1000
+    seqlen = 60 if "alone" in name else 300 if short else 1000
     q, k, v, out = (torch.empty(*([] if packed else [1]), seqlen, heads, d, dtype=torch.bfloat16, device="meta")
                     for heads, d in ((4, dim), (heads_kv, dim), (heads_kv, dim_v), (4, dim_v)))  # fmt: skip
     problem = AttentionProblem(

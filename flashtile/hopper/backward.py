@@ -7,10 +7,10 @@
 
 A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores
 are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
-accumulators, four numbers of a thread at once (`_add_piece`), and the kernel after puts them in rows. neg_lse and neg_delta are
-not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an
-addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the kernel before
-clears.
+accumulators, four numbers of a thread at once (`_add_piece`), and the kernel after puts them in rows. Where one tile has all
+keys (`_is_alone`) it is stored, and needs no zeros before. neg_lse and neg_delta are not subtracted: the products
+start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an addition an element. Programs
+stay, and take the next tile of keys from a counter in global memory, which the kernel before clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
 keys, since walks begin where others are (below). All else has the same bits in every run. With deterministic=True all has them:
@@ -638,12 +638,29 @@ def _follow_turns(
             walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
 
 
-def _add_asm(count):
-    """Assembly that adds `count` numbers a thread to memory, four at once; the first four of 128 threads follow each other."""
+@gluon.constexpr_function
+def sum_columns(live_d, tile_m):
+    """Numbers of a row of dq_sum: of the columns that have something, or of whole pieces where these lie transposed."""
+    return live_d if tile_m >= PIECE.value else -(-live_d // PIECE.value) * PIECE.value
+
+
+@gluon.constexpr_function
+def _piece_width(piece, pieces_a_row, sum_d):
+    return min(sum_d - piece % pieces_a_row * PIECE.value, PIECE.value)
+
+
+@gluon.constexpr_function
+def _last_width(live_d, tile_m):
+    """Columns of the accumulator of a row's last piece."""
+    return tile_m if tile_m < PIECE.value else live_d - (live_d - 1) // PIECE.value * PIECE.value
+
+
+def _add_asm(count, instruction):
+    """Assembly that adds or stores `count` numbers a thread, four at once; the first four of 128 threads follow each other."""
     text = "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $" + f"{count}; "
     for i in range(0, count, 4):
         numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
-        text += f"red.relaxed.gpu.global.add.v4.f32 [a + {512 * i}], {{{numbers}}}; "
+        text += f"{instruction} [a + {512 * i}], {{{numbers}}}; "
     return text + "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
 
 
@@ -652,27 +669,35 @@ def _add_constraints(count):
 
 
 # By the numbers of a thread
-_ADD_ASM = gl.constexpr({n: _add_asm(n) for n in (16, 32)})
-_ADD_CONSTRAINTS = gl.constexpr({n: _add_constraints(n) for n in (16, 32)})
+_ADD_ASM = gl.constexpr({n: _add_asm(n, "red.relaxed.gpu.global.add.v4.f32") for n in (8, 16, 32)})
+_STORE_ASM = gl.constexpr({n: _add_asm(n, "st.global.v4.f32") for n in (8, 16, 32)})
+_ADD_CONSTRAINTS = gl.constexpr({n: _add_constraints(n) for n in (8, 16, 32)})
 
 
 @gluon.jit
-def _add_piece(dq_sum, piece):
-    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`."""
+def _add_piece(dq_sum, piece, ALONE: gl.constexpr):
+    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`.
+
+    ALONE: nobody else does, and nothing was there.
+    """
     COUNT: gl.constexpr = piece.shape[0] * piece.shape[1] // 128
-    gl.inline_asm_elementwise(_ADD_ASM[COUNT], _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32,
-                              is_pure=False, pack=COUNT)  # fmt: skip
+    ASM: gl.constexpr = _STORE_ASM[COUNT] if ALONE else _ADD_ASM[COUNT]
+    gl.inline_asm_elementwise(ASM, _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32, is_pure=False,
+                              pack=COUNT)  # fmt: skip
 
 
 @gluon.jit
 def _add_dq(
-    dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, step, zeros, TILE_M: gl.constexpr,
+    dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, step, zeros, last_zeros, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed."""
+    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed.
+
+    zeros: of a piece; last_zeros: of the last in a row, which may have fewer columns.
+    """
     HALVES: gl.constexpr = TILE_N // HALF_N
-    PIECES_A_ROW: gl.constexpr = BLOCK_D // PIECE
+    SUM_D: gl.constexpr = sum_columns(LIVE_D, TILE_M)
     # Those of zeros alone are left out
     LIVE_PIECES: gl.constexpr = (LIVE_D + PIECE - 1) // PIECE
     TRANSPOSED: gl.constexpr = TILE_M < PIECE
@@ -680,15 +705,17 @@ def _add_dq(
     SIZE: gl.constexpr = PIECE * min(TILE_M, PIECE.value)
     slot = step % DSCORES_STAGES
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
-    dq_tile = dq_sum + stats_row.to(gl.int64) * BLOCK_D
+    dq_tile = dq_sum + stats_row.to(gl.int64) * SUM_D
     for piece in gl.static_range(PIECES):
         dq_acc = zeros
+        if (piece + 1) % LIVE_PIECES == 0:
+            dq_acc = last_zeros
         for half in gl.static_range(HALVES):
             if piece == 0:
                 mbarrier.wait(barriers.dscores_ready.index(HALVES * slot + half), _phase(step, DSCORES_STAGES))
             k = buffers.k.index(half).reshape([HALF_N, BLOCK_D])
             if BLOCK_D > PIECE:
-                k = k.slice(piece % LIVE_PIECES * PIECE, PIECE, dim=1)
+                k = k.slice(piece % LIVE_PIECES * PIECE, _piece_width(piece, LIVE_PIECES, SUM_D), dim=1)
             dscores = buffers.dscores[half].index(slot)
             if TILE_M > PIECE:
                 dscores = dscores.slice(piece // LIVE_PIECES * PIECE, PIECE, dim=1)
@@ -701,8 +728,7 @@ def _add_dq(
             mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
-        place = piece // LIVE_PIECES * PIECES_A_ROW + piece % LIVE_PIECES
-        _add_piece(dq_tile + place * SIZE, dq)
+        _add_piece(dq_tile + piece // LIVE_PIECES * PIECE * SUM_D + piece % LIVE_PIECES * SIZE, dq, ALONE)
         if piece < PIECES - 1:
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
@@ -714,11 +740,13 @@ def _add_dq(
 def _reduce_dq(
     dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    DETERMINISTIC: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = min(TILE_M, PIECE.value)
     layout: gl.constexpr = columns.layout_of(COLUMNS)
     zeros = gl.zeros([PIECE, COLUMNS], gl.float32, layout)
+    LAST: gl.constexpr = _last_width(LIVE_D, TILE_M)
+    last_zeros = gl.zeros([PIECE, LAST], gl.float32, columns.layout_of(LAST))
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -726,8 +754,8 @@ def _reduce_dq(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
             tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
-            _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, TILE_M,
-                    TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)  # fmt: skip
+            _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, last_zeros,
+                    TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)  # fmt: skip
         mbarrier.arrive(barriers.k_done.index(0), count=1)
         first += walk.steps
         turn += 1
@@ -1001,12 +1029,12 @@ def attention_backward(
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    ALONE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
     `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with each of `splits` parts
-    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc.
+    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc. ALONE: of `_add_piece`.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1058,7 +1086,7 @@ def attention_backward(
                             k_done, None, k_free, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 0)),
@@ -1087,7 +1115,7 @@ def attention_backward(
                             counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
                            BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
                            DETERMINISTIC)),
@@ -1144,12 +1172,13 @@ def _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor"])
 def backward_rows(
     out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads,
-    num_counters, lse_factor, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    num_counters, lse_factor, TILE_M: tl.constexpr, SUM_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in dq_sum and counters.
+    """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in counters and dq_sum.
 
-    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
+    dq_sum: SUM_D numbers a row, or None, where nothing is added to what is there. lse_factor: -1 / scale, or -log2(e) under a
+    softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
     if program <= num_counters // CLEARED:
@@ -1172,7 +1201,9 @@ def backward_rows(
     row_lse = tl.where(row_lse == NEG_INF, float("inf"), row_lse)
     tl.store(neg_lse + padded, row_lse * lse_factor)
     tl.store(neg_delta + padded, -delta)
-    tl.store(dq_sum + padded[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :], tl.zeros((TILE_M, BLOCK_D), tl.float32))
+    if dq_sum is not None:
+        cols = tl.arange(0, BLOCK_D)[None, :]
+        tl.store(dq_sum + padded[:, None] * SUM_D + cols, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=cols < SUM_D)
 
 
 @triton.jit
@@ -1195,11 +1226,13 @@ def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
 def backward_convert(
     dq_sum, dq, scale, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SUM_D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, in the dtype of dq."""
+    """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq."""
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
-    x = _unpack(tl.load(dq_sum + at.padded_begin * BLOCK_D + tl.arange(0, TILE_M * BLOCK_D)), TILE_M, BLOCK_D)
+    # The columns that are left out would come last
+    places = tl.arange(0, TILE_M * BLOCK_D)
+    x = _unpack(tl.load(dq_sum + at.padded_begin * SUM_D + places, mask=places < TILE_M * SUM_D), TILE_M, BLOCK_D)
     rows = at.row_begin + tl.arange(0, TILE_M)
     cols = tl.arange(0, BLOCK_D)
     exists = (rows < at.lengths.seqlen_q)[:, None] & (cols < HEAD_DIM)[None, :]
@@ -1232,7 +1265,7 @@ class Call(NamedTuple):
     # fp32, a number a row of each head of each sequence, or in a packed call of each head, padded: see `padded_rows`
     neg_lse: Any
     neg_delta: Any
-    # fp32, padded_dim numbers a row, of as many rows: see `_unpack`
+    # fp32, sum_columns numbers a row, of as many rows: see `_unpack`
     dq_sum: Any
     # see attention_backward
     counters: Any
@@ -1323,9 +1356,20 @@ def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
     table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
-    sizes = rows * padded_dim(problem.head_dim, 2), rows, rows, num_counters(problem, config), table
+    sizes = rows * _sum_columns(problem, config), rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
     return [triton.cdiv(size, 64) * 64 for size in sizes]
+
+
+def _sum_columns(problem, config):
+    return sum_columns(live_columns(problem.head_dim, padded_dim(problem.head_dim, 2)), config.tile_m)
+
+
+def _is_alone(problem, config):
+    """Whether each row of dq has one product: all keys are in one tile, which each query sees some of."""
+    left, right = problem.window
+    every_row = left is None and (right is None or problem.seqlen_k - problem.seqlen_q + right >= 0)
+    return not problem.varlen and problem.seqlen_k <= config.tile_n and every_row
 
 
 def num_counters(problem, config):
@@ -1360,12 +1404,12 @@ def launch_rows(problem, config, call, launch=launch_now):
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (
         rows_of(call.out), rows_of(call.dout), None if call.dlse is None else rows_of(call.dlse, lse=True),
-        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, call.dq_sum, call.counters, Packing(*call.operands[3:7]),
-        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads, num_counters(problem, config),
-        -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
+        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, None if _is_alone(problem, config) else call.dq_sum,
+        call.counters, Packing(*call.operands[3:7]), problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles,
+        problem.num_heads, num_counters(problem, config), -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
     constexprs = {
-        "TILE_M": ROW_TILE, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v,
+        "TILE_M": ROW_TILE, "SUM_D": _sum_columns(problem, config), "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_D": padded_dim(problem.head_dim, 2), "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
     }  # fmt: skip
     launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
@@ -1407,7 +1451,7 @@ def launch_main(problem, config, call, launch):
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
-        "DETERMINISTIC": problem.deterministic, "REGISTERS": config.registers,
+        "DETERMINISTIC": problem.deterministic, "ALONE": _is_alone(problem, config), "REGISTERS": config.registers,
     }  # fmt: skip
     launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
@@ -1418,7 +1462,8 @@ def launch_convert(problem, config, call, launch):
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (call.dq_sum, rows_of(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]),
                         problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
-    constexprs = {"TILE_M": rows, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2)}
+    constexprs = {"TILE_M": rows, "HEAD_DIM": problem.head_dim, "SUM_D": _sum_columns(problem, config),
+                  "BLOCK_D": padded_dim(problem.head_dim, 2)}  # fmt: skip
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
