@@ -644,17 +644,6 @@ def sum_columns(live_d, tile_m):
     return live_d if tile_m >= PIECE.value else -(-live_d // PIECE.value) * PIECE.value
 
 
-@gluon.constexpr_function
-def _piece_width(piece, pieces_a_row, sum_d):
-    return min(sum_d - piece % pieces_a_row * PIECE.value, PIECE.value)
-
-
-@gluon.constexpr_function
-def _last_width(live_d, tile_m):
-    """Columns of the accumulator of a row's last piece."""
-    return tile_m if tile_m < PIECE.value else live_d - (live_d - 1) // PIECE.value * PIECE.value
-
-
 def _add_asm(count, instruction):
     """Assembly that adds or stores `count` numbers a thread, four at once; the first four of 128 threads follow each other."""
     text = "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $" + f"{count}; "
@@ -707,15 +696,16 @@ def _add_dq(
     stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
     dq_tile = dq_sum + stats_row.to(gl.int64) * SUM_D
     for piece in gl.static_range(PIECES):
-        dq_acc = zeros
+        nothing = zeros
         if (piece + 1) % LIVE_PIECES == 0:
-            dq_acc = last_zeros
+            nothing = last_zeros
+        dq_acc = nothing
         for half in gl.static_range(HALVES):
             if piece == 0:
                 mbarrier.wait(barriers.dscores_ready.index(HALVES * slot + half), _phase(step, DSCORES_STAGES))
             k = buffers.k.index(half).reshape([HALF_N, BLOCK_D])
             if BLOCK_D > PIECE:
-                k = k.slice(piece % LIVE_PIECES * PIECE, _piece_width(piece, LIVE_PIECES, SUM_D), dim=1)
+                k = k.slice(piece % LIVE_PIECES * PIECE, PIECE if TRANSPOSED else nothing.shape[1], dim=1)
             dscores = buffers.dscores[half].index(slot)
             if TILE_M > PIECE:
                 dscores = dscores.slice(piece // LIVE_PIECES * PIECE, PIECE, dim=1)
@@ -745,7 +735,7 @@ def _reduce_dq(
     COLUMNS: gl.constexpr = min(TILE_M, PIECE.value)
     layout: gl.constexpr = columns.layout_of(COLUMNS)
     zeros = gl.zeros([PIECE, COLUMNS], gl.float32, layout)
-    LAST: gl.constexpr = _last_width(LIVE_D, TILE_M)
+    LAST: gl.constexpr = min(COLUMNS, (sum_columns(LIVE_D, TILE_M) - 1) % PIECE + 1)
     last_zeros = gl.zeros([PIECE, LAST], gl.float32, columns.layout_of(LAST))
     first = 0
     turn = 0

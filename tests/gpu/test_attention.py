@@ -154,7 +154,6 @@ def test_tiles_of_long_calls(tier, long_tiles, case, poisoned):
     if not problem.softcap and not problem.dropout_p:
         assert config.tile_m == long_tiles
     checks.check_attention(case, torch.bfloat16, "cuda")
-    checks.check_attention(case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
