@@ -108,7 +108,7 @@ def test_every_turn_comes(lengths, window, goes_up):
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen", [1, 512, 2048, 8192, 1 << 17])
+@pytest.mark.parametrize("seqlen", [129, 512, 2048, 8192, 1 << 17])
 @pytest.mark.parametrize("whole", [True, False])
 def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
     """The same on every GPU: the order of sums hangs on them. Without a mask a tile has twice as many steps as tiles of its
@@ -305,27 +305,61 @@ def test_dq_comes_out_of_pieces(head_dim, packed, tile_m):
     sum_columns = backward.sum_columns(live_columns(head_dim, block_d), tile_m)
     dq_sum = torch.cat([as_added(x, tile_m, sum_columns) for x in sums.flatten(0, 1)])
     backward.backward_convert[(num_tiles * heads * sums.shape[0],)](
-        dq_sum, rows_of(dq), 2.0, packing, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=tile_m,
-        HEAD_DIM=head_dim, SUM_D=sum_columns, BLOCK_D=block_d,
+        dq_sum, rows_of(dq), 2.0, packing, None, len(lengths), lengths[0], padded_rows, num_tiles, heads, TILE_M=tile_m,
+        TILE_N=128, HEAD_DIM=head_dim, SUM_D=sum_columns, BLOCK_D=block_d,
     )  # fmt: skip
     torch.testing.assert_close(dq.view(expected.shape), expected)
 
 
-def test_one_tile_of_keys_is_alone():
-    """Nothing is added to dq then, nor cleared before: each row must be written, so each query must see a key."""
+def test_dq_of_one_tile_of_keys_is_stored():
+    """Nothing is added to it then, nor cleared before: each row must be written, so each query must see a key."""
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem
 
-    def is_alone(seqlen_q, seqlen_k, head_dim=64, **options):
+    def stored(seqlen_q, seqlen_k, head_dim=64, **options):
         shape = 2, seqlen_q, seqlen_k, 4, 4, head_dim, head_dim
         problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=0.1, **options)
-        return backward._is_alone(problem, backward_config.configs(problem, hardware.by_name("H200"))["backward"])
+        return backward.stores_dq(problem, backward_config.configs(problem, hardware.by_name("H200"))["backward"])
 
     causal = {"window": (None, 0)}
-    assert is_alone(4096, 77) and is_alone(50, 128, 128) and is_alone(64, 64, 256) and is_alone(77, 77, **causal)
-    assert is_alone(50, 77, **causal) and is_alone(77, 50, window=(None, 27))
-    assert not any((is_alone(50, 129), is_alone(50, 65, 256), is_alone(78, 77, **causal), is_alone(77, 50, window=(None, 26))))
-    assert not is_alone(64, 64, window=(3, 0)) and not is_alone(64, 64, total_q=100, total_k=100)
+    everything = stored(4096, 77), stored(50, 128, 128), stored(64, 64, 256), stored(77, 77, **causal), stored(50, 77, **causal)
+    assert {*everything, stored(77, 50, window=(None, 27))} == {"all"}
+    nothing = stored(50, 129), stored(50, 65, 256), stored(78, 77, **causal), stored(77, 50, window=(None, 26))
+    assert {*nothing, stored(64, 64, window=(3, 0)), stored(300, 300, total_q=600, total_k=514)} == {"no"}
+    assert stored(300, 300, total_q=600, total_k=512) == stored(64, 64, total_q=100, total_k=100, **causal) == "some"
+
+
+@pytest.mark.parametrize("right", [backward.UNBOUNDED, 0, 3])
+def test_rows_of_dq_are_summed_or_stored(right):
+    """Sequences of no keys, of one tile, of more, and with queries that see none; the kernels before and after leave alone what
+    is stored."""
+    lengths_q, lengths_k = [5, 40, 130, 7, 0, 33], [5, 0, 40, 130, 4, 32]
+    heads, dim, multiple = 2, 16, backward.ROW_MULTIPLE.value
+    starts_q, starts_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (lengths_q, lengths_k))
+    packing = Packing(*(torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k)), None, None)
+    alone = [0 < k <= 128 and k - q + right >= 0 for q, k in zip(lengths_q, lengths_k)]
+    assert any(alone) and not all(alone)
+    padded_rows = -(-(starts_q[-1] + multiple * len(lengths_q)) // multiple) * multiple
+    out, lse = torch.randn(starts_q[-1], heads, dim), torch.randn(heads, starts_q[-1])
+    dq_sum = torch.full((heads, padded_rows, dim), 7.0)
+    statistics = torch.empty(2, heads * padded_rows)
+    tiles = padded_rows // 32
+    backward.backward_rows[(tiles * heads,)](
+        rows_of(out), rows_of(out), None, rows_of(lse, lse=True), *statistics, dq_sum, torch.empty(1, dtype=torch.int32),
+        packing, right, len(lengths_q), max(lengths_q), padded_rows, tiles, heads, 1, 1.0, TILE_M=32, TILE_N=128, SUM_D=dim,
+        HEAD_DIM_V=dim, BLOCK_D=dim, BLOCK_DV=dim, WIDE=False,
+    )  # fmt: skip
+    dq = torch.full_like(out, 7.0)
+    tiles = padded_rows // 64
+    backward.backward_convert[(tiles * heads,)](
+        dq_sum, rows_of(dq), 1.0, packing, right, len(lengths_q), max(lengths_q), padded_rows, tiles, heads,
+        TILE_M=64, TILE_N=128, HEAD_DIM=dim, SUM_D=dim, BLOCK_D=64,
+    )  # fmt: skip
+    for i, (begin, length) in enumerate(zip(starts_q, lengths_q)):
+        row = (begin + i * multiple) // multiple * multiple
+        expected = 7.0 if alone[i] else 0.0
+        assert (dq_sum[:, row : row + length] == expected).all()
+        assert (dq[begin : begin + length] == expected).all()
 
 
 @pytest.mark.parametrize(("rows", "splits", "dim"), [(70, 4, 24), (1, 7, 128)])

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
           "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
-          "alone deterministic": 8}  # fmt: skip
+          "alone deterministic": 8, "alone packed": 64}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -44,6 +44,8 @@ OPTIONS = {
     # one tile of keys
     "alone": {},
     "alone deterministic": {"window": (None, 0), "deterministic": True},
+    # of some sequences
+    "alone packed": {"window": (None, 0), "total_q": 60, "total_k": 60},
 }
 CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, "causal"), (256, 256, "causal"),
          (192, 128, "causal"), (128, 128, "features"), (256, 256, "features"), (64, 64, "deterministic"),
@@ -54,7 +56,8 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (192, 128, "packed"), (192, 128, "dropout"), (192, 128, "grouped"), (144, 128, "causal"),
          (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal"), (64, 64, "short"), (64, 64, "short causal"),
          (64, 64, "short packed"), (64, 64, "short grouped"), (64, 64, "alone"), (96, 96, "alone"), (256, 256, "alone"),
-         (192, 128, "alone"), (80, 80, "alone deterministic")]  # fmt: skip
+         (192, 128, "alone"), (80, 80, "alone deterministic"), (64, 64, "alone packed"), (80, 80, "alone packed"),
+         (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),

@@ -8,9 +8,10 @@
 A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores
 are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
 accumulators, four numbers of a thread at once (`_add_piece`), and the kernel after puts them in rows. Where one tile has all
-keys (`_is_alone`) it is stored, and needs no zeros before. neg_lse and neg_delta are not subtracted: the products
-start from them as accumulators, which saves 16 to 32 live registers in each half of a step and an addition an element. Programs
-stay, and take the next tile of keys from a counter in global memory, which the kernel before clears.
+keys, dq has one product: it leaves in the dtype through shared memory (`_store_piece`), and there is no dq_sum; in packed calls
+for those sequences of which it is true (`is_alone`). neg_lse and neg_delta are not subtracted: the products start from them
+as accumulators, which saves 16 to 32 live registers in each half of a step and an addition an element. Programs stay, and take
+the next tile of keys from a counter in global memory, which the kernel before clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
 keys, since walks begin where others are (below). All else has the same bits in every run. With deterministic=True all has them:
@@ -128,6 +129,8 @@ class Buffers(NamedTuple):
     dscores: Any
     p: Any
     walk: Any
+    # A piece of dq, or None
+    dq: Any
 
 
 class Barriers(NamedTuple):
@@ -644,12 +647,12 @@ def sum_columns(live_d, tile_m):
     return live_d if tile_m >= PIECE.value else -(-live_d // PIECE.value) * PIECE.value
 
 
-def _add_asm(count, instruction):
-    """Assembly that adds or stores `count` numbers a thread, four at once; the first four of 128 threads follow each other."""
+def _add_asm(count):
+    """Assembly that adds `count` numbers a thread to memory, four at once; the first four of 128 threads follow each other."""
     text = "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $" + f"{count}; "
     for i in range(0, count, 4):
         numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
-        text += f"{instruction} [a + {512 * i}], {{{numbers}}}; "
+        text += f"red.relaxed.gpu.global.add.v4.f32 [a + {512 * i}], {{{numbers}}}; "
     return text + "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
 
 
@@ -658,30 +661,55 @@ def _add_constraints(count):
 
 
 # By the numbers of a thread
-_ADD_ASM = gl.constexpr({n: _add_asm(n, "red.relaxed.gpu.global.add.v4.f32") for n in (8, 16, 32)})
-_STORE_ASM = gl.constexpr({n: _add_asm(n, "st.global.v4.f32") for n in (8, 16, 32)})
+_ADD_ASM = gl.constexpr({n: _add_asm(n) for n in (8, 16, 32)})
 _ADD_CONSTRAINTS = gl.constexpr({n: _add_constraints(n) for n in (8, 16, 32)})
 
 
 @gluon.jit
-def _add_piece(dq_sum, piece, ALONE: gl.constexpr):
-    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`.
-
-    ALONE: nobody else does, and nothing was there.
-    """
+def _add_piece(dq_sum, piece):
+    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`."""
     COUNT: gl.constexpr = piece.shape[0] * piece.shape[1] // 128
-    ASM: gl.constexpr = _STORE_ASM[COUNT] if ALONE else _ADD_ASM[COUNT]
-    gl.inline_asm_elementwise(ASM, _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32, is_pure=False,
-                              pack=COUNT)  # fmt: skip
+    gl.inline_asm_elementwise(_ADD_ASM[COUNT], _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32,
+                              is_pure=False, pack=COUNT)  # fmt: skip
+
+
+@triton.jit
+def is_alone(lengths, right, TILE_N: tl.constexpr):
+    """Whether one tile has all keys of a sequence, and each query sees some: dq has one product, and needs no sum.
+
+    right: of a window without a left bound; None and UNBOUNDED are none.
+    """
+    some = (lengths.seqlen_k > 0) & (lengths.seqlen_k <= TILE_N)
+    if right is not None:
+        some = some & (lengths.seqlen_k - lengths.seqlen_q + right >= 0)
+    return some
+
+
+@gluon.jit
+def _store_piece(dq_desc, smem, dq, scale, walk, lengths, head, row, PACKED: gl.constexpr, COL: gl.constexpr):
+    """Store a piece of dq from row and COL on, through shared memory; TMA leaves out rows past the length, and columns."""
+    # The piece before has left
+    tma_store_wait(0)
+    partition_barrier()
+    ROWS: gl.constexpr = smem.shape[-2]
+    tile = smem.reshape([ROWS, PIECE])
+    if ROWS < PIECE:
+        tile.permute((1, 0)).store((dq * scale).to(tile.dtype))
+    else:
+        tile.slice(0, dq.shape[1], dim=1).store((dq * scale).to(tile.dtype))
+    fence_async_shared()
+    partition_barrier()
+    at, place_row = boxes.place(walk.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
+    boxes.store(dq_desc, smem, at, head, place_row, PACKED, COL)
 
 
 @gluon.jit
 def _add_dq(
-    dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, step, zeros, last_zeros, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, ALONE: gl.constexpr,
+    dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile, head, step, zeros,
+    last_zeros, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
-    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed.
+    """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed; or dq, see `is_alone`.
 
     zeros: of a piece; last_zeros: of the last in a row, which may have fewer columns.
     """
@@ -693,8 +721,15 @@ def _add_dq(
     PIECES: gl.constexpr = max(TILE_M // PIECE, 1) * LIVE_PIECES
     SIZE: gl.constexpr = PIECE * min(TILE_M, PIECE.value)
     slot = step % DSCORES_STAGES
-    stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
-    dq_tile = dq_sum + stats_row.to(gl.int64) * SUM_D
+    if dq_desc is None:
+        stored: gl.constexpr = False
+    elif dq_sum is None:
+        stored: gl.constexpr = True
+    else:
+        stored = is_alone(lengths, window.right, TILE_N)
+    if dq_sum is not None:
+        stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
+        dq_tile = dq_sum + stats_row.to(gl.int64) * SUM_D
     for piece in gl.static_range(PIECES):
         nothing = zeros
         if (piece + 1) % LIVE_PIECES == 0:
@@ -718,7 +753,11 @@ def _add_dq(
             mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
-        _add_piece(dq_tile + piece // LIVE_PIECES * PIECE * SUM_D + piece % LIVE_PIECES * SIZE, dq, ALONE)
+        if stored:
+            _store_piece(dq_desc, buffers.dq, dq, scale, walk, lengths, head, tile * TILE_M + piece // LIVE_PIECES * PIECE,
+                         PACKED, piece % LIVE_PIECES * PIECE)  # fmt: skip
+        else:
+            _add_piece(dq_tile + piece // LIVE_PIECES * PIECE * SUM_D + piece % LIVE_PIECES * SIZE, dq)
         if piece < PIECES - 1:
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
@@ -728,9 +767,9 @@ def _add_dq(
 
 @gluon.jit
 def _reduce_dq(
-    dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr, ALONE: gl.constexpr,
+    dq_sum, dq_desc, buffers, barriers, lengths, window, scale, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr,
+    PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = min(TILE_M, PIECE.value)
     layout: gl.constexpr = columns.layout_of(COLUMNS)
@@ -744,12 +783,15 @@ def _reduce_dq(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
             tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
-            _add_dq(dq_sum, buffers, barriers, walk, lengths, num_heads, padded_rows, tile, head, first + i, zeros, last_zeros,
-                    TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)  # fmt: skip
+            _add_dq(dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile, head,
+                    first + i, zeros, last_zeros, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED,
+                    DETERMINISTIC)  # fmt: skip
         mbarrier.arrive(barriers.k_done.index(0), count=1)
         first += walk.steps
         turn += 1
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
+    if dq_desc is not None:
+        tma_store_wait(0)
 
 
 # ---- split by rows: each of two partitions has 64 keys and does everything but dq ----
@@ -1013,18 +1055,19 @@ def _compute_dk(
     "tail_heads", "padded_rows",
 ])  # fmt: skip
 def attention_backward(
-    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_sum, counters, table, window,
-    score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, splits, batch_heads, heads_side_by_side,
-    tail_heads, padded_rows,
+    q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, counters, table,
+    window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, splits, batch_heads,
+    heads_side_by_side, tail_heads, padded_rows,
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    ALONE: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
     `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with each of `splits` parts
-    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc. ALONE: of `_add_piece`.
+    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where
+    all is added to dq_sum, which is None where all is stored; with both `is_alone` decides for each sequence.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1043,6 +1086,9 @@ def attention_backward(
     neg_delta_smem = gl.allocate_shared_memory(gl.float32, [DOUT_STAGES, TILE_M], neg_delta_desc.layout)
     dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
     walk_smem = gl.allocate_shared_memory(gl.int32, [WALK_SLOTS * WALK_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    dq_smem = None
+    if dq_desc is not None:
+        dq_smem = boxes.allocate(dq_desc, 1, PIECE).index(0)
     k_ready = allocate_barriers(1, 1)
     v_ready = allocate_barriers(1, 1)
     q_ready = allocate_barriers(Q_STAGES, 1)
@@ -1071,12 +1117,12 @@ def attention_backward(
             k_free = allocate_barriers(1, 2)
         other_dscores_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem, other_dscores_smem),
-                          None, walk_smem)  # fmt: skip
+                          None, walk_smem, dq_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
                             k_done, None, k_free, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)),
+            (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
+                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 0)),
@@ -1099,13 +1145,13 @@ def attention_backward(
         k_free = allocate_barriers(1, 1)
         v_free = allocate_barriers(1, 1)
         buffers = Buffers(q_smem, dout_smem, k_smem, v_smem, neg_lse_smem, neg_delta_smem, (dscores_smem,), p_smem,
-                          walk_smem)  # fmt: skip
+                          walk_smem, dq_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,
                             p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free, turn_ready, added,
                             counted)  # fmt: skip
         gl.warp_specialize([
-            (_reduce_dq, (dq_sum, buffers, barriers, lengths, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N, BLOCK_D,
-                          LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC, ALONE)),
+            (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
+                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
                            BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
                            DETERMINISTIC)),
@@ -1159,16 +1205,18 @@ def _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads
         return PaddedRows(sequence, program // num_tiles, lengths, row_begin, padded_begin)
 
 
-@triton.jit(do_not_specialize=["batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor"])
+@triton.jit(do_not_specialize=[
+    "right", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor",
+])  # fmt: skip
 def backward_rows(
-    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads,
-    num_counters, lse_factor, TILE_M: tl.constexpr, SUM_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, right, batch, seqlen_q, padded_rows, num_tiles,
+    num_heads, num_counters, lse_factor, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SUM_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in counters and dq_sum.
 
-    dq_sum: SUM_D numbers a row, or None, where nothing is added to what is there. lse_factor: -1 / scale, or -log2(e) under a
-    softcap. Rows past the end and rows without a key get what makes p 0.
+    dq_sum: SUM_D numbers a row, or None; they stay as they are in sequences of `is_alone`, where `right` is not None.
+    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
     if program <= num_counters // CLEARED:
@@ -1193,7 +1241,10 @@ def backward_rows(
     tl.store(neg_delta + padded, -delta)
     if dq_sum is not None:
         cols = tl.arange(0, BLOCK_D)[None, :]
-        tl.store(dq_sum + padded[:, None] * SUM_D + cols, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=cols < SUM_D)
+        cleared = cols < SUM_D
+        if right is not None:
+            cleared = cleared & (is_alone(lengths, right, TILE_N) == 0)
+        tl.store(dq_sum + padded[:, None] * SUM_D + cols, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=cleared)
 
 
 @triton.jit
@@ -1213,13 +1264,16 @@ def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
         return tl.reshape(tl.permute(x, (0, 3, 6, 4, 1, 2, 5, 7)), (ROWS, BLOCK_D))
 
 
-@triton.jit(do_not_specialize=["scale", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
+@triton.jit(do_not_specialize=["scale", "right", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
 def backward_convert(
-    dq_sum, dq, scale, packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, SUM_D: tl.constexpr, BLOCK_D: tl.constexpr,
+    dq_sum, dq, scale, packing, right, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, SUM_D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq."""
+    """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq. right: as in `backward_rows`."""
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
+    if right is not None:
+        if is_alone(at.lengths, right, TILE_N):
+            return
     # The columns that are left out would come last
     places = tl.arange(0, TILE_M * BLOCK_D)
     x = _unpack(tl.load(dq_sum + at.padded_begin * SUM_D + places, mask=places < TILE_M * SUM_D), TILE_M, BLOCK_D)
@@ -1235,6 +1289,8 @@ def backward_convert(
 
 # Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
+# The right bound of no window
+UNBOUNDED = 2**30
 CLEARED = tl.constexpr(128)
 
 
@@ -1255,7 +1311,7 @@ class Call(NamedTuple):
     # fp32, a number a row of each head of each sequence, or in a packed call of each head, padded: see `padded_rows`
     neg_lse: Any
     neg_delta: Any
-    # fp32, sum_columns numbers a row, of as many rows: see `_unpack`
+    # fp32, sum_columns numbers a row, of as many rows: see `_unpack`. None where all of dq is stored at once
     dq_sum: Any
     # see attention_backward
     counters: Any
@@ -1321,6 +1377,7 @@ def _arrange(problem, config, tensors):
     dq_sum, neg_lse, neg_delta, counters, table = workspace.split(workspace_sizes(problem, config))
     rows = padded_rows(problem) * total_heads(problem)
     table = table.view(torch.int32) if problem.varlen else None
+    dq_sum = dq_sum if dq_sum.numel() else None
     return Call(operands, out, lse, dout, dlse, dq, dk, dv, dk_parts, dv_parts, neg_lse[:rows], neg_delta[:rows], dq_sum,
                 counters.view(torch.int32), table)  # fmt: skip
 
@@ -1346,7 +1403,8 @@ def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
     table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
-    sizes = rows * _sum_columns(problem, config), rows, rows, num_counters(problem, config), table
+    sums = 0 if stores_dq(problem, config) == "all" else rows * _sum_columns(problem, config)
+    sizes = sums, rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
     return [triton.cdiv(size, 64) * 64 for size in sizes]
 
@@ -1355,16 +1413,35 @@ def _sum_columns(problem, config):
     return sum_columns(live_columns(problem.head_dim, padded_dim(problem.head_dim, 2)), config.tile_m)
 
 
-def _is_alone(problem, config):
-    """Whether each row of dq has one product: all keys are in one tile, which each query sees some of."""
+def stores_dq(problem, config):
+    """Whose dq is stored, not summed: of "no" sequence, of "all", or in packed calls of "some", as `is_alone` says.
+
+    Those are looked at where sequences have up to two tiles of keys on average.
+    """
     left, right = problem.window
-    every_row = left is None and (right is None or problem.seqlen_k - problem.seqlen_q + right >= 0)
-    return not problem.varlen and problem.seqlen_k <= config.tile_n and every_row
+    if left is not None:
+        return "no"
+    if problem.varlen:
+        return "some" if problem.total_k <= 2 * config.tile_n * problem.batch else "no"
+    every_row = right is None or problem.seqlen_k - problem.seqlen_q + right >= 0
+    return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
+
+
+def has_fixed_order(problem, config):
+    """Whether a deterministic call must order anything: sums of dq, or of dk and dv over heads that share keys."""
+    return problem.deterministic and (stores_dq(problem, config) != "all" or problem.group_size > config.splits)
+
+
+def _right_of_stored(problem, config):
+    """For `is_alone` in the kernels before and after; None where they need not ask it."""
+    if stores_dq(problem, config) != "some":
+        return None
+    return UNBOUNDED if problem.window[1] is None else problem.window[1]
 
 
 def num_counters(problem, config):
     """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
-    if problem.deterministic:
+    if has_fixed_order(problem, config):
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
     return 1 + (problem.batch * problem.num_heads_kv * config.splits if problem.group_size > config.splits else 0)
 
@@ -1394,13 +1471,15 @@ def launch_rows(problem, config, call, launch=launch_now):
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (
         rows_of(call.out), rows_of(call.dout), None if call.dlse is None else rows_of(call.dlse, lse=True),
-        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, None if _is_alone(problem, config) else call.dq_sum,
-        call.counters, Packing(*call.operands[3:7]), problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles,
-        problem.num_heads, num_counters(problem, config), -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
+        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, call.dq_sum, call.counters,
+        Packing(*call.operands[3:7]), _right_of_stored(problem, config), problem.batch, problem.seqlen_q, padded_rows(problem),
+        num_tiles, problem.num_heads, num_counters(problem, config),
+        -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
     constexprs = {
-        "TILE_M": ROW_TILE, "SUM_D": _sum_columns(problem, config), "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_dim(problem.head_dim, 2), "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
+        "TILE_M": ROW_TILE, "TILE_N": config.tile_n, "SUM_D": _sum_columns(problem, config),
+        "HEAD_DIM_V": problem.head_dim_v, "BLOCK_D": padded_dim(problem.head_dim, 2),
+        "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
     }  # fmt: skip
     launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
 
@@ -1426,13 +1505,16 @@ def launch_main(problem, config, call, launch):
     box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
     num_tiles = max_key_tiles(problem, config)
     dk, dv = written_gradients(call)
+    dq_desc = None
+    if stores_dq(problem, config) != "no":
+        dq_desc = describe(call.dq, min(tile_m, PIECE.value), PIECE.value)
     heads_kv, splits = problem.num_heads_kv * config.splits, config.splits if config.splits > 1 else None
     batch_heads = problem.batch * heads_kv
     num_units = num_tiles * (heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
         describe(operands.q, tile_m, box_d), describe(call.dout, tile_m, box_dv), describe(operands.k, half_n, box_d),
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
-        describe(dk, half_n, block_d), describe(dv, half_n, block_dv), call.dq_sum, call.counters, call.table,
+        describe(dk, half_n, block_d), describe(dv, half_n, block_dv), dq_desc, call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
         heads_kv, splits, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
@@ -1441,19 +1523,22 @@ def launch_main(problem, config, call, launch):
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
-        "DETERMINISTIC": problem.deterministic, "ALONE": _is_alone(problem, config), "REGISTERS": config.registers,
+        "DETERMINISTIC": has_fixed_order(problem, config), "REGISTERS": config.registers,
     }  # fmt: skip
     launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
 
 def launch_convert(problem, config, call, launch):
+    if call.dq_sum is None:
+        return
     rows = min(config.tile_m, PIECE.value)
     num_tiles = padded_rows(problem) // rows
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (call.dq_sum, rows_of(call.dq), float(problem.softmax_scale), Packing(*call.operands[3:7]),
-                        problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles, problem.num_heads)  # fmt: skip
-    constexprs = {"TILE_M": rows, "HEAD_DIM": problem.head_dim, "SUM_D": _sum_columns(problem, config),
-                  "BLOCK_D": padded_dim(problem.head_dim, 2)}  # fmt: skip
+                        _right_of_stored(problem, config), problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles,
+                        problem.num_heads)  # fmt: skip
+    constexprs = {"TILE_M": rows, "TILE_N": config.tile_n, "HEAD_DIM": problem.head_dim,
+                  "SUM_D": _sum_columns(problem, config), "BLOCK_D": padded_dim(problem.head_dim, 2)}  # fmt: skip
     launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
 
 
@@ -1483,8 +1568,9 @@ def heads_in_groups(problem, config):
     causal = problem.window[1] is not None
     group_size = problem.group_size // config.splits
     # Which heads go down changes the order of sums, which no GPU's size may
-    programs = 132 if problem.deterministic else config.num_programs
-    if problem.deterministic and not causal:
+    fixed = has_fixed_order(problem, config)
+    programs = 132 if fixed else config.num_programs
+    if fixed and not causal:
         rows = 2 * programs * config.tile_m // group_size
         return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
     if problem.varlen:
@@ -1493,7 +1579,7 @@ def heads_in_groups(problem, config):
         return 1, 0
     num_tiles = max_key_tiles(problem, config)
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
-    if not problem.deterministic:
+    if not fixed:
         return heads, 0
     # At least a tile a program, and some heads that go up
     all_heads = problem.batch * problem.num_heads_kv * config.splits
