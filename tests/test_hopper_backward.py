@@ -319,7 +319,7 @@ def test_dq_of_one_tile_of_keys_is_stored():
     def stored(seqlen_q, seqlen_k, head_dim=64, **options):
         shape = 2, seqlen_q, seqlen_k, 4, 4, head_dim, head_dim
         problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=0.1, **options)
-        return backward.stores_dq(problem, backward_config.configs(problem, hardware.by_name("H200"))["backward"])
+        return backward_config.stores_dq(problem, backward_config.configs(problem, hardware.by_name("H200"))["backward"])
 
     causal = {"window": (None, 0)}
     everything = stored(4096, 77), stored(50, 128, 128), stored(64, 64, 256), stored(77, 77, **causal), stored(50, 77, **causal)

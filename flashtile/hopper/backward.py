@@ -93,7 +93,7 @@ from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
 from flashtile.device.tensors import head_ptr, load_tile, rows_of
 from flashtile.gradients import sinks_gradient
-from flashtile.hopper import arguments, boxes
+from flashtile.hopper import arguments, backward_config, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.problem import Operands
@@ -1403,7 +1403,7 @@ def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
     table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
-    sums = 0 if stores_dq(problem, config) == "all" else rows * _sum_columns(problem, config)
+    sums = 0 if backward_config.stores_dq(problem, config) == "all" else rows * _sum_columns(problem, config)
     sizes = sums, rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
     return [triton.cdiv(size, 64) * 64 for size in sizes]
@@ -1413,28 +1413,14 @@ def _sum_columns(problem, config):
     return sum_columns(live_columns(problem.head_dim, padded_dim(problem.head_dim, 2)), config.tile_m)
 
 
-def stores_dq(problem, config):
-    """Whose dq is stored, not summed: of "no" sequence, of "all", or in packed calls of "some", as `is_alone` says.
-
-    Those are looked at where sequences have up to two tiles of keys on average.
-    """
-    left, right = problem.window
-    if left is not None:
-        return "no"
-    if problem.varlen:
-        return "some" if problem.total_k <= 2 * config.tile_n * problem.batch else "no"
-    every_row = right is None or problem.seqlen_k - problem.seqlen_q + right >= 0
-    return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
-
-
 def has_fixed_order(problem, config):
     """Whether a deterministic call must order anything: sums of dq, or of dk and dv over heads that share keys."""
-    return problem.deterministic and (stores_dq(problem, config) != "all" or problem.group_size > config.splits)
+    return problem.deterministic and (backward_config.stores_dq(problem, config) != "all" or problem.group_size > config.splits)
 
 
 def _right_of_stored(problem, config):
     """For `is_alone` in the kernels before and after; None where they need not ask it."""
-    if stores_dq(problem, config) != "some":
+    if backward_config.stores_dq(problem, config) != "some":
         return None
     return UNBOUNDED if problem.window[1] is None else problem.window[1]
 
@@ -1506,7 +1492,7 @@ def launch_main(problem, config, call, launch):
     num_tiles = max_key_tiles(problem, config)
     dk, dv = written_gradients(call)
     dq_desc = None
-    if stores_dq(problem, config) != "no":
+    if backward_config.stores_dq(problem, config) != "no":
         dq_desc = describe(call.dq, min(tile_m, PIECE.value), PIECE.value)
     heads_kv, splits = problem.num_heads_kv * config.splits, config.splits if config.splits > 1 else None
     batch_heads = problem.batch * heads_kv

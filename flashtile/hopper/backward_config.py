@@ -88,11 +88,28 @@ def _has_few_rows(problem) -> bool:
     return few <= 0.93 * many
 
 
+def stores_dq(problem, config):
+    """Whose dq is stored, not summed: of "no" sequence, of "all", or in packed calls of "some", as `backward.is_alone` says.
+
+    Those are looked at where sequences have up to two tiles of keys on average.
+    """
+    left, right = problem.window
+    if left is not None:
+        return "no"
+    if problem.varlen:
+        return "some" if problem.total_k <= 2 * config.tile_n * problem.batch else "no"
+    every_row = right is None or problem.seqlen_k - problem.seqlen_q + right >= 0
+    return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
+
+
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     config = FEW_ROWS if max(blocks) == 64 and _has_few_rows(problem) else CONFIGS[max(blocks)]
     if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
-        config = FLAT if min(blocks) < 256 else replace(FLAT, num_stages=3)
+        config = FLAT
+        if min(blocks) == 256:
+            # What shared memory holds, with a piece of dq or without
+            config = replace(FLAT, num_stages=3 if stores_dq(problem, FLAT) == "no" else 2)
     if problem.deterministic:
         # A third takes 0.99 to 1.05 of the time of two where the order is fixed (one run, not recorded).
         config = replace(config, dscores_stages=min(config.dscores_stages, 2))
