@@ -57,7 +57,8 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (160, 160, "features"), (32, 256, "plain"), (224, 32, "causal"), (64, 64, "short"), (64, 64, "short causal"),
          (64, 64, "short packed"), (64, 64, "short grouped"), (64, 64, "alone"), (96, 96, "alone"), (256, 256, "alone"),
          (192, 128, "alone"), (80, 80, "alone deterministic"), (64, 64, "alone packed"), (80, 80, "alone packed"),
-         (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed"), (144, 144, "alone packed")]  # fmt: skip
+         (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed"),
+         (144, 144, "alone packed")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
