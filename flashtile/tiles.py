@@ -26,6 +26,11 @@ class KeyTileConfig(TileConfig):
 
     splits: int = 1
 
+    @property
+    def parts(self) -> int:
+        """How many give a dk and dv for the same keys."""
+        return self.splits
+
 
 # Of keys, causal or not: with fewer, groups of query heads are split. Measured on an H100, see hopper/backward.py
 TILES_A_PROGRAM = 1.9

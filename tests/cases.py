@@ -375,6 +375,11 @@ LARGE = [
     Case("causal_long_dim_192_128", 1100, 1228, heads=2, heads_kv=1, head_dim=192, head_dim_v=128, causal=True),
     Case("varlen_causal_long", lengths=((1200, 1200), (1, 1), (0, 0), (1100, 1100), (65, 65)), heads=2, heads_kv=2, head_dim=96,
          causal=True),
+    # Fewer tiles of keys than programs: queries in parts. One tile of keys, and more
+    Case("many_queries", 2100, 77, heads=2, heads_kv=2, dlse=True),
+    Case("many_queries_dim_128", 2100, 200, batch=1, heads=4, heads_kv=2, head_dim=128, alibi="heads", dropout_p=0.17),
+    Case("many_queries_dim_160", 1500, 140, heads=2, heads_kv=1, head_dim=160, softcap=5.0, deterministic=True),
+    Case("many_queries_dim_256", 1500, 140, batch=1, heads=2, heads_kv=2, head_dim=256),
     # Four times as long as others, more tiles of keys than a GPU has multiprocessors.
     # neg_delta's place was handed back before all of it was in registers: in every third call some of dq and dk were wrong
     Case("varlen_dropout_dim_256", lengths=((110, 110), (125, 125), (101, 101), (128, 128), (117, 117)), heads=6, heads_kv=6,

@@ -174,12 +174,15 @@ def test_memory_on_a_cpu_is_formulas_only():
 
 
 def test_flash_memory_knows_what_the_hopper_backward_adds(monkeypatch):
+    from dataclasses import replace
     from types import SimpleNamespace
 
     from flashtile import hardware
+    from flashtile.hopper import backward_config
 
     def predicted(case, splits):
-        plan = SimpleNamespace(tier="hopper", configs={"backward": SimpleNamespace(splits=splits)})
+        config = replace(backward_config.CONFIGS[128], splits=splits)
+        plan = SimpleNamespace(tier="hopper", configs={"backward": config})
         monkeypatch.setattr(memory, "_backward_plan", lambda case, device: plan)
         return memory.predicted_bytes(case, "flashtile", "fwd_bwd", hardware.by_name("H200")) / 2**20
 
@@ -187,6 +190,9 @@ def test_flash_memory_knows_what_the_hopper_backward_adds(monkeypatch):
     assert predicted(B2_H16, 1) == 48.375
     # dk and dv of 2 parts of each of 4 groups, 8 MiB for all 4 heads each
     assert predicted(GROUPED, 2) - predicted(GROUPED, 1) == 2 * (8 + 8)
+    # One tile of keys: no dq in fp32
+    few = replace(B2_H16, seqlen_k=128)
+    assert predicted(few, 1) == predicted(replace(few, seqlen_k=129), 1) - 16 - 2 * (2 * 16 * 128 * 2) / 2**20
 
 
 # --- tables and plots ----------------------------------------------------------------------------------------------------

@@ -44,8 +44,14 @@ if importlib.util.find_spec("triton") is not None:
                 tl.store(out + n_tile * num_m + m_tile, tl.where(seen, rank, num_n))
 
     @triton.jit
+    def _parts(tiles, parts, begin, end, width):
+        head, first, behind = backward.part_of_queries(tl.program_id(0), parts, begin, end)
+        for tile in range(first, behind):
+            tl.atomic_add(tiles + head * width + tile, 1)
+
+    @triton.jit
     def _steps(out, begin, steps, front, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
-        walk = backward.Walk(0, 2, 0, begin, 0, 0, steps, front)
+        walk = backward.Walk(0, 2, 2, 0, begin, 0, 0, steps, front)
         for i in range(steps):
             tile, head = backward.at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
             tl.store(out + 2 * i, tile)
@@ -187,6 +193,32 @@ def test_parts_of_groups():
         smaller = [n for n in range(1, parts) if heads // heads_kv % n == 0]
         assert heads // heads_kv % parts == 0 and all(key_tiles * n < wanted for n in smaller)
         assert parts == heads // heads_kv or key_tiles * parts >= wanted
+
+
+def test_parts_of_queries():
+    """Where tiles of keys are too few for the programs, and never so many that a part has no tile of queries."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def parts(batch, seqlen_q, seqlen_k, heads, heads_kv=None, **options):
+        shape = batch, seqlen_q, seqlen_k, heads, heads_kv or heads, 64, 64
+        problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=1.0, **options)
+        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+        assert config.parts == config.splits * config.query_parts
+        assert config.query_parts <= max(1, -(-seqlen_q // config.tile_m))
+        return config.query_parts
+
+    assert parts(2, 4096, 77, 10) == 6 and parts(1, 4096, 77, 1) == 16 and parts(1, 70, 77, 1) <= 2
+    # They have enough, have none, or a mask cuts their walks
+    assert {parts(8, 1024, 1024, 16), parts(1, 0, 77, 1), parts(2, 4096, 77, 10, window=(None, 0)), parts(1, 4096, 4096, 8, 1),
+            parts(4, 300, 300, 1, total_q=1200, total_k=1200)} == {1}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_parts_of_queries_have_each_tile_once(parts):
+    tiles = torch.zeros(2, 5 + 7, dtype=torch.int32)
+    _parts[(2 * parts,)](tiles, parts, 5, 5 + 7, 5 + 7)
+    assert (tiles[:, 5:] == 1).all() and not tiles[:, :5].any()
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
           "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
-          "alone deterministic": 8, "alone packed": 64}  # fmt: skip
+          "alone deterministic": 8, "alone packed": 64, "few units": 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -44,6 +44,8 @@ OPTIONS = {
     # one tile of keys
     "alone": {},
     "alone deterministic": {"window": (None, 0), "deterministic": True},
+    # tiles of keys for less than the programs
+    "few units": {},
     # of some sequences
     "alone packed": {"window": (None, 0), "total_q": 60, "total_k": 60},
 }
@@ -58,7 +60,7 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (64, 64, "short packed"), (64, 64, "short grouped"), (64, 64, "alone"), (96, 96, "alone"), (256, 256, "alone"),
          (192, 128, "alone"), (80, 80, "alone deterministic"), (64, 64, "alone packed"), (80, 80, "alone packed"),
          (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed"),
-         (144, 144, "alone packed")]  # fmt: skip
+         (144, 144, "alone packed"), (64, 64, "few units"), (128, 128, "few units")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -99,6 +101,9 @@ def _compile(call):
         assert not short or configs["backward"].tile_m == 64
         if name != "parts":
             configs["backward"] = replace(configs["backward"], splits=1)
+        if name != "few units":
+            configs["backward"] = replace(configs["backward"], query_parts=1)
+        assert (configs["backward"].query_parts > 1) == (name == "few units")
         backward.launch(problem, configs, operands, out, lse, out, lse)
     return [{"call": f"{r.kernel} d{dim} dv{dim_v} {name}", "options": name, **asdict(r)} for r in reports]
 

@@ -146,14 +146,18 @@ def _flash(case, mode, device):
     forward = s["out"] + s["row"]
     if mode == "fwd":
         return forward
-    # delta; dk and dv of parts of groups of heads, where these are split; the Hopper tier also has lse in base 2, dq in fp32
+    # delta; dk and dv of parts, where heads of a group or queries are split; the Hopper tier also has lse in base 2, and dq in
+    # fp32 but where one tile has all keys
     working = s["row"]
     plan = None if device is None or device.arch == "cpu" else _backward_plan(case, device)
     if plan is not None:
-        splits = max((getattr(config, "splits", 1) for config in plan.configs.values()), default=1)
-        working += splits * (s["k"] + s["v"]) if splits > 1 else 0
+        parts = max((getattr(config, "parts", 1) for config in plan.configs.values()), default=1)
+        working += parts * (s["k"] + s["v"]) if parts > 1 else 0
     if plan is not None and plan.tier == "hopper":
-        working += s["row"] + s["q"] * 4 // case.torch_dtype.itemsize
+        from flashtile.hopper import backward_config
+
+        stored = backward_config.stores_dq(case.problem(), plan.configs["backward"]) == "all"
+        working += s["row"] + (0 if stored else s["q"] * 4 // case.torch_dtype.itemsize)
     return forward + working + s["q"] + s["k"] + s["v"]
 
 

@@ -209,4 +209,7 @@ def _tiles(config):
     parts = getattr(config, "splits", 1)
     if parts > 1:
         words += f", {parts} parts of a group of heads"
+    parts = getattr(config, "query_parts", 1)
+    if parts > 1:
+        words += f", {parts} parts of the queries"
     return f"{words}, {heads} heads a tile" if heads > 1 else words

@@ -30,7 +30,9 @@ much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
 Where there are fewer than two tiles of keys a program, each part of a group of query heads is a group of its own, with a dk
 and dv of its own, which a small kernel adds in fp32 (`tiles.group_splits`): one key-value head of 8192 tokens is 64
-tiles for 132 programs, each with a walk over all heads.
+tiles for 132 programs, each with a walk over all heads. So has each part of the queries, where a call without a mask has fewer
+tiles of keys than programs, or little more (`backward_config.query_parts`): cross attention of 2 x 4096 queries over 77 keys of
+10 heads has 20.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -109,8 +111,8 @@ PIECE = gl.constexpr(64)
 LOAD_REGISTERS = gl.constexpr(24)
 # Rows of the row statistics are padded to this, so that a tile of them is always whole.
 ROW_MULTIPLE = tl.constexpr(128)
-# batch, kv_head, col_begin, begin, full_begin, full_end, steps, front, and of packed calls start_q, start_k, seqlen_q, seqlen_k
-WALK_WORDS = gl.constexpr(12)
+# Those of a Walk, and of packed calls start_q, start_k, seqlen_q, seqlen_k
+WALK_WORDS = gl.constexpr(13)
 WALK_SLOTS = gl.constexpr(2)
 # Steps between the first that waits for its turn and the last that is not yet counted
 TURN_SLOTS = gl.constexpr(4)
@@ -169,7 +171,10 @@ class Walk(NamedTuple):
     """
 
     batch: Any
+    # With each part of a group of heads as one
     kv_head: Any
+    # With each part of the queries too: where dk and dv go
+    part: Any
     col_begin: Any
     begin: Any
     full_begin: Any
@@ -207,6 +212,13 @@ def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, DETERMINISTI
     return work, goes_up, exists, lengths
 
 
+@triton.jit
+def part_of_queries(part, query_parts, begin, end):
+    """(key-value head, first tile of queries, the one behind the last) of a part, which has as many as others or one more."""
+    number, tiles = part % query_parts, end - begin
+    return part // query_parts, begin + number * tiles // query_parts, begin + (number + 1) * tiles // query_parts
+
+
 @gluon.jit
 def _peek(word):
     """A word that other programs write. Relaxed: nothing that they have written before is read after it."""
@@ -215,21 +227,24 @@ def _peek(word):
 
 
 @gluon.jit
-def _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-          DETERMINISTIC: gl.constexpr):  # fmt: skip
-    """The unit-th tile of keys, and the lengths of its sequence. fronts: of `_load`, or None."""
+def _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
+          TILE_N: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
+    """The unit-th tile of keys, and the lengths of its sequence. query_parts: as in `_load`; fronts: its own, or None."""
     work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, DETERMINISTIC)
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
-    steps = gl.where(exists, (tiles.end - tiles.begin) * GROUP_SIZE, 0)
-    front = tiles.end - 1
+    kv_head, begin, end = work.head, tiles.begin, tiles.end
+    if query_parts is not None:
+        kv_head, begin, end = part_of_queries(work.head, query_parts, begin, end)
+    steps = gl.where(exists, (end - begin) * GROUP_SIZE, 0)
+    front = end - 1
     if DETERMINISTIC:
-        front = gl.where(goes_up, tiles.begin, ~front)
+        front = gl.where(goes_up, begin, ~front)
     if fronts is not None:
         # 0 before the first
         other = (_peek(fronts + work.batch * order.num_heads + work.head) & 0xFFFF) - 1 if exists else 0
-        front = gl.where((other >= tiles.begin) & (other < tiles.end), other, front)
-    return Walk(work.batch, work.head, col_begin, tiles.begin, tiles.full_begin, tiles.full_end, steps, front), lengths
+        front = gl.where((other >= begin) & (other < end), other, front)
+    return Walk(work.batch, kv_head, work.head, col_begin, begin, tiles.full_begin, tiles.full_end, steps, front), lengths
 
 
 @gluon.jit
@@ -238,7 +253,7 @@ def _tell_front(fronts, unit, walk, order, tile):
 
     A word of 15 bits of the unit, and 1 + the tile in 16. It is a hint: where they do not suffice, walks begin elsewhere.
     """
-    place = fronts + walk.batch * order.num_heads + walk.kv_head
+    place = fronts + walk.batch * order.num_heads + walk.part
     if ((unit - (_peek(place) >> 16)) & 0x7FFF) < 0x4000:
         gl.store(place, (unit & 0x7FFF) << 16 | (tile + 1) & 0xFFFF)
 
@@ -253,17 +268,18 @@ def _publish(buffers, barriers, walk, lengths, turn, PACKED: gl.constexpr):
     mbarrier.wait(barriers.walk_free.index(slot), _phase(turn, WALK_SLOTS) ^ 1)
     buffers.walk.index(first).store(zero + walk.batch)
     buffers.walk.index(first + 1).store(zero + walk.kv_head)
-    buffers.walk.index(first + 2).store(zero + walk.col_begin)
-    buffers.walk.index(first + 3).store(zero + walk.begin)
-    buffers.walk.index(first + 4).store(zero + walk.full_begin)
-    buffers.walk.index(first + 5).store(zero + walk.full_end)
-    buffers.walk.index(first + 6).store(zero + walk.steps)
-    buffers.walk.index(first + 7).store(zero + walk.front)
+    buffers.walk.index(first + 2).store(zero + walk.part)
+    buffers.walk.index(first + 3).store(zero + walk.col_begin)
+    buffers.walk.index(first + 4).store(zero + walk.begin)
+    buffers.walk.index(first + 5).store(zero + walk.full_begin)
+    buffers.walk.index(first + 6).store(zero + walk.full_end)
+    buffers.walk.index(first + 7).store(zero + walk.steps)
+    buffers.walk.index(first + 8).store(zero + walk.front)
     if PACKED:
-        buffers.walk.index(first + 8).store(zero + lengths.start_q)
-        buffers.walk.index(first + 9).store(zero + lengths.start_k)
-        buffers.walk.index(first + 10).store(zero + lengths.seqlen_q)
-        buffers.walk.index(first + 11).store(zero + lengths.seqlen_k)
+        buffers.walk.index(first + 9).store(zero + lengths.start_q)
+        buffers.walk.index(first + 10).store(zero + lengths.start_k)
+        buffers.walk.index(first + 11).store(zero + lengths.seqlen_q)
+        buffers.walk.index(first + 12).store(zero + lengths.seqlen_k)
     mbarrier.arrive(barriers.walk_ready.index(slot), count=1)
 
 
@@ -280,11 +296,11 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
     first = slot * WALK_WORDS
     mbarrier.wait(barriers.walk_ready.index(slot), _phase(turn, WALK_SLOTS))
     walk = Walk(_word(buffers, first), _word(buffers, first + 1), _word(buffers, first + 2), _word(buffers, first + 3),
-                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6),
-                _word(buffers, first + 7))  # fmt: skip
+                _word(buffers, first + 4), _word(buffers, first + 5), _word(buffers, first + 6), _word(buffers, first + 7),
+                _word(buffers, first + 8))  # fmt: skip
     if PACKED:
-        lengths = Lengths(_word(buffers, first + 8), _word(buffers, first + 9), _word(buffers, first + 10),
-                          _word(buffers, first + 11))  # fmt: skip
+        lengths = Lengths(_word(buffers, first + 9), _word(buffers, first + 10), _word(buffers, first + 11),
+                          _word(buffers, first + 12))  # fmt: skip
     mbarrier.arrive(barriers.walk_free.index(slot), count=1)
     return walk, lengths
 
@@ -377,7 +393,7 @@ def _next_unit(counter):
 @gluon.jit
 def _load(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
-    num_heads, splits, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
+    num_heads, splits, query_parts, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
     TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
@@ -395,7 +411,8 @@ def _load(
     else:
         counted_from = gl.num_programs(0)
         unit = gl.program_id(0)
-    walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N, DETERMINISTIC)
+    walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
+    DETERMINISTIC)  # fmt: skip
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
     while walk.steps > 0:
         for i in range(walk.steps):
@@ -418,7 +435,8 @@ def _load(
         first += walk.steps
         turn += 1
         unit = counted_from + _next_unit(counter)
-        walk, lengths = _walk(unit, order, table, lengths, window, fronts, GROUP_SIZE, TILE_M, TILE_N, DETERMINISTIC)
+        walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
+    DETERMINISTIC)  # fmt: skip
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
@@ -573,7 +591,7 @@ def _store_keys(desc, smem, tile, walk, lengths, row, DIM: gl.constexpr, PACKED:
     fence_async_shared()
     partition_barrier()
     at, row = boxes.place(walk.batch, lengths.start_k, lengths.seqlen_k, row, PACKED)
-    boxes.store(desc, smem, at, walk.kv_head, row, PACKED)
+    boxes.store(desc, smem, at, walk.part, row, PACKED)
 
 
 # ---- dq, for both splits ----
@@ -1051,12 +1069,12 @@ def _compute_dk(
 
 
 @gluon.jit(do_not_specialize=[
-    "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "splits", "batch_heads", "heads_side_by_side",
-    "tail_heads", "padded_rows",
+    "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "num_heads_kv", "splits", "query_parts", "batch_heads",
+    "heads_side_by_side", "tail_heads", "padded_rows",
 ])  # fmt: skip
 def attention_backward(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, dq_desc, dq_sum, counters, table,
-    window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, splits, batch_heads,
+    window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads, num_heads_kv, splits, query_parts, batch_heads,
     heads_side_by_side, tail_heads, padded_rows,
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
@@ -1065,8 +1083,9 @@ def attention_backward(
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
-    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. num_heads_kv, GROUP_SIZE: with each of `splits` parts
-    of a group of heads (None for one) as a group of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where
+    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. GROUP_SIZE: with each of `splits` parts of a
+    group of heads (None for one) as a group of its own. num_heads_kv: besides with each of query_parts of the queries (None for
+    one) as a head of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where
     all is added to dq_sum, which is None where all is stored; with both `is_alone` decides for each sequence.
     """
     PACKED: gl.constexpr = table is not None
@@ -1130,8 +1149,8 @@ def attention_backward(
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
                              PACKED, DETERMINISTIC, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, splits, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES,
-                     Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
+                     lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
+                     HALVES, Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1158,8 +1177,8 @@ def attention_backward(
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, splits, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES,
-                     Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
+                     lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
+                     HALVES, Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
                              PACKED, DETERMINISTIC, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
@@ -1331,7 +1350,7 @@ def bind(problem, configs):
     # Rows that no sequence uses are no kernel's, but for those behind the last: see `plan_keys`.
     allocate = gradients(problem, clear_q=problem.has_seqused_q, clear_kv=problem.has_seqused_k)
     new_workspace = fresh((sum(workspace_sizes(problem, config)),), torch.float32)
-    new_parts = gradients_of_parts(problem, config.splits, zeros=problem.has_seqused_k)
+    new_parts = gradients_of_parts(problem, config.parts, zeros=problem.has_seqused_k)
     all_ready = None
 
     def call(operands, out, lse, dout, dlse):
@@ -1429,7 +1448,7 @@ def num_counters(problem, config):
     """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
     if has_fixed_order(problem, config):
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
-    return 1 + (problem.batch * problem.num_heads_kv * config.splits if problem.group_size > config.splits else 0)
+    return 1 + (problem.batch * problem.num_heads_kv * config.parts if problem.group_size > config.splits else 0)
 
 
 def max_key_tiles(problem, config):
@@ -1494,7 +1513,8 @@ def launch_main(problem, config, call, launch):
     dq_desc = None
     if backward_config.stores_dq(problem, config) != "no":
         dq_desc = describe(call.dq, min(tile_m, PIECE.value), PIECE.value)
-    heads_kv, splits = problem.num_heads_kv * config.splits, config.splits if config.splits > 1 else None
+    heads_kv = problem.num_heads_kv * config.parts
+    splits, query_parts = (count if count > 1 else None for count in (config.splits, config.query_parts))
     batch_heads = problem.batch * heads_kv
     num_units = num_tiles * (heads_kv if problem.varlen else batch_heads)
     kernel_arguments = (
@@ -1502,7 +1522,7 @@ def launch_main(problem, config, call, launch):
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(dk, half_n, block_d), describe(dv, half_n, block_dv), dq_desc, call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        heads_kv, splits, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
+        heads_kv, splits, query_parts, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
@@ -1535,7 +1555,7 @@ def written_gradients(call):
 
 def launch_add(problem, config, call, launch):
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
-    groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.splits, launch)
+    groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.parts, launch)
 
 
 def heads_in_groups(problem, config):
@@ -1558,7 +1578,7 @@ def heads_in_groups(problem, config):
     programs = 132 if fixed else config.num_programs
     if fixed and not causal:
         rows = 2 * programs * config.tile_m // group_size
-        return (rows, 1) if problem.varlen else (max(1, rows // problem.seqlen_q), 0)
+        return (rows, 1) if problem.varlen else (max(1, rows // triton.cdiv(problem.seqlen_q, config.query_parts)), 0)
     if problem.varlen:
         return (2 * programs * config.tile_n if causal else 0), 1
     if not causal:
@@ -1568,7 +1588,7 @@ def heads_in_groups(problem, config):
     if not fixed:
         return heads, 0
     # At least a tile a program, and some heads that go up
-    all_heads = problem.batch * problem.num_heads_kv * config.splits
+    all_heads = problem.batch * problem.num_heads_kv * config.parts
     heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
     return heads, heads
 

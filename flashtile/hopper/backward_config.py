@@ -24,6 +24,13 @@ class BackwardConfig(KeyTileConfig):
     registers: int = 208
     # one to a multiprocessor
     num_programs: int = 132
+    # of a head, each with a dk and dv of its own
+    query_parts: int = 1
+
+    @property
+    def parts(self) -> int:
+        """How many give a dk and dv for the same keys."""
+        return self.splits * self.query_parts
 
 
 # By the larger padded head dim. Chosen among, on an H200 at 4096 tokens without a mask, TFLOP/s of a first version (the rows
@@ -102,6 +109,33 @@ def stores_dq(problem, config):
     return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
 
 
+# Steps that the begin and the end of a walk take, and so many what adds the parts. H200, us, single run, medians of 5 shuffled
+# rounds, with 1 part, 2, 3, 4, 6, 8, 12 (chosen: *), keys then queries; head dim 64: 77, 8 x 4096 of 10 heads 106, 117, 98*,
+# 107, 108, 112, 118; 4 x 4096 93, 66, 57*, 71, 65, 72, 74; 2 x 4096 86, 58, 47, 44, 41*, 51, 46; 4096 83, 53, 43, 39, 36, 34,
+# 33; 226, 17776 of 48 525, 551, 555, 482*, 513, 496, 505; 256, 4 x 4096 of 20 241, 220, 212, 213*, 225, 232, 242; 128: 512, 32760
+# of 40 2532, 2087, 1943, 1885*, 1974, 1911, 1933; 1024, 65536 of 4 1998, 1068, 764, 638*, 792, 648, 655; 512, 512 of 16 35*, 36,
+# 43
+_BORDER = _ADDING = 3
+_MOST_QUERY_PARTS = 16
+
+
+def query_parts(problem, config) -> int:
+    """Parts of the queries of a head: more than one where tiles of keys are too few for the programs."""
+    if problem.varlen or problem.masked or not problem.seqlen_k:
+        return 1
+    tiles = -(-problem.seqlen_q // config.tile_m)
+    units = problem.batch * problem.num_heads_kv * config.splits * -(-problem.seqlen_k // config.tile_n)
+    # Where the order of sums is fixed, it must not depend on the size of a GPU
+    programs = 132 if problem.deterministic else config.num_programs
+
+    def time(parts):
+        steps = -(-tiles // parts) * problem.group_size // config.splits
+        return -(-units * parts // programs) * (steps + _BORDER) + (_ADDING if parts > 1 else 0)
+
+    best = min(range(1, max(1, min(_MOST_QUERY_PARTS, tiles)) + 1), key=time)
+    return best if time(best) <= 0.9 * time(1) else 1
+
+
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     config = FEW_ROWS if max(blocks) == 64 and _has_few_rows(problem) else CONFIGS[max(blocks)]
@@ -113,5 +147,5 @@ def configs(problem, device) -> dict:
     if problem.deterministic:
         # A third takes 0.99 to 1.05 of the time of two where the order is fixed (one run, not recorded).
         config = replace(config, dscores_stages=min(config.dscores_stages, 2))
-    return {"backward": replace(config, num_programs=device.num_sms,
-                                splits=group_splits(problem, config.tile_n, device.num_sms))}  # fmt: skip
+    config = replace(config, num_programs=device.num_sms, splits=group_splits(problem, config.tile_n, device.num_sms))
+    return {"backward": replace(config, query_parts=query_parts(problem, config))}

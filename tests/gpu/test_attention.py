@@ -25,7 +25,7 @@ NUM_CHUNKS = 15
 # Cases whose bits are compared
 REPEATED = ("causal", "gqa", "varlen_causal", "dropout_causal_gqa", "dim_256_causal", "window_both", "short_causal",
             "short_varlen", "varlen_deterministic", "varlen_dropout_dim_256", "dim_128_causal",
-            "dim_192_128_deterministic", "varlen_dim_168", "alibi_batch_causal")  # fmt: skip
+            "dim_192_128_deterministic", "varlen_dim_168", "alibi_batch_causal", "many_queries_dim_128")  # fmt: skip
 # Kinds of calls among random configurations, each with kernels of its own, which take longer to compile than to run
 NUM_KINDS = 60
 RESIDENT_CONFIG = tiles.resident_config
