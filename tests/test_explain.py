@@ -89,6 +89,13 @@ def test_parts_of_groups_in_the_backward(capsys):
     assert "parts of a group" not in explain(capsys, *shape, "--nheads-kv", "8")[1]
 
 
+def test_parts_of_queries_in_the_backward(capsys):
+    """Ten heads of 77 keys have too few tiles of keys for all multiprocessors."""
+    shape = ("--mode", "fwd_bwd", "--target", "H200", "-b", "1", "--seqlen-q", "4k", "--nheads", "10", "-d", "64")
+    assert "parts of the queries" in explain(capsys, *shape, "-s", "77")[1]
+    assert "parts of the queries" not in explain(capsys, *shape, "-s", "4k")[1]
+
+
 @pytest.mark.parametrize("flags, words", [
     (("--nheads", "256"), "at most 128 heads"), (("--seqlen-q", "9"), "at most 8 query"),
     (("--window", "5,0"), "has no ALiBi, window"),

@@ -206,10 +206,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
 def _tiles(config):
     heads = getattr(config, "heads", 1)
     words = f"{config.tile_m}x{config.tile_n} warps {config.num_warps} stages {config.num_stages}"
-    parts = getattr(config, "splits", 1)
-    if parts > 1:
-        words += f", {parts} parts of a group of heads"
-    parts = getattr(config, "query_parts", 1)
-    if parts > 1:
-        words += f", {parts} parts of the queries"
+    for name, whole in (("splits", "a group of heads"), ("query_parts", "the queries")):
+        parts = getattr(config, name, 1)
+        words += f", {parts} parts of {whole}" if parts > 1 else ""
     return f"{words}, {heads} heads a tile" if heads > 1 else words

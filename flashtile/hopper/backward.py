@@ -412,7 +412,7 @@ def _load(
         counted_from = gl.num_programs(0)
         unit = gl.program_id(0)
     walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
-    DETERMINISTIC)  # fmt: skip
+                          DETERMINISTIC)  # fmt: skip
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
     while walk.steps > 0:
         for i in range(walk.steps):
@@ -436,7 +436,7 @@ def _load(
         turn += 1
         unit = counted_from + _next_unit(counter)
         walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
-    DETERMINISTIC)  # fmt: skip
+                              DETERMINISTIC)  # fmt: skip
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
