@@ -215,6 +215,17 @@ class CacheProblem(CallShape):
             has_sinks=self.has_sinks, total_q=total_q, total_k=self.batch * self.capacity,
         )  # fmt: skip
 
+    @classmethod
+    def of_attention(cls, problem):
+        """The call on a cache that `flashtile.attention` without dropout is: k and v are the cache, and full."""
+        return cls(
+            batch=problem.batch, seqlen_q=problem.seqlen_q, capacity=problem.seqlen_k, num_heads=problem.num_heads,
+            num_heads_kv=problem.num_heads_kv, head_dim=problem.head_dim, head_dim_v=problem.head_dim_v, dtype=problem.dtype,
+            cache_dtype=problem.dtype, window=problem.window, softmax_scale=problem.softmax_scale, softcap=problem.softcap,
+            has_alibi=problem.has_alibi, has_sinks=problem.has_sinks, return_lse=True, wide_rows=problem.wide_rows,
+            unaligned=problem.unaligned,
+        )  # fmt: skip
+
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)

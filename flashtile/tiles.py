@@ -543,6 +543,21 @@ DECODE = (
 )
 
 
+def cuts_keys(problem, device) -> bool:
+    """Whether a forward has so few queries that the kernel of caches, which cuts keys into parts, is for it.
+
+    That is where half of a tile of 64 rows, queries of all heads of a group, is empty, or where tiles leave three quarters of
+    the multiprocessors without work, with many keys half of them. By what calls on a cache took, see `hopper._TIMES_DECODE`
+    and benchmarks/results/nvidia-h200/decode.json, less than it could be. problem: AttentionProblem.
+    """
+    keys = problem.mean_keys
+    if problem.varlen or problem.dropout_p or keys < 1024:
+        return False
+    rows = problem.seqlen_q * problem.group_size
+    num_tiles = problem.batch * problem.num_heads_kv * -(-rows // 64)
+    return rows <= 32 or (2 if keys >= 4096 else 4) * num_tiles <= device.num_sms
+
+
 def decode_config(problem, device) -> DecodeConfig | None:
     """The configuration of the kernel on a cache, or None where nothing fits. problem: CacheProblem."""
     itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)

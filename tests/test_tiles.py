@@ -13,6 +13,7 @@ from flashtile.tiles import (
     RESIDENT_KEYS,
     box_columns,
     column_boxes,
+    cuts_keys,
     hopper_config,
     live_columns,
     padded_dim,
@@ -72,6 +73,26 @@ def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
     few, many = ({"total_q": 64 * mean, "total_k": 64 * mean} for mean in (10, 1188))
     assert tile(1024, 64, **few, **causal) == tile(1024, 128, **few, **causal) == short
     assert tile(8192, 64, **many, **causal) == four and tile(8192, 64, **many) == wide
+
+
+def test_few_queries_of_many_keys_go_to_the_kernel_of_caches():
+    """Where half of a tile of 64 rows is empty, or too few multiprocessors have one; on any GPU."""
+    from flashtile import dispatch
+
+    def cuts(batch, seqlen_q, seqlen_k, heads, heads_kv, device="H200", **options):
+        problem = AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0,
+                                   **options)  # fmt: skip
+        device = hardware.by_name(device)
+        plan = dispatch.plan(problem, device, "forward")
+        assert (set(plan.configs) == {"decode"}) == cuts_keys(problem, device)
+        assert "decode" not in plan.configs or plan.tier == "portable"
+        return cuts_keys(problem, device)
+
+    assert cuts(1, 1, 65536, 32, 8) and cuts(128, 1, 1024, 32, 8) and cuts(1, 256, 1024, 8, 8) and cuts(1, 512, 4096, 8, 8)
+    assert cuts(1, 64, 65536, 8, 8, "A100") and cuts(1, 4, 2000, 8, 8, window=(None, 0))
+    assert not cuts(1, 1, 1000, 32, 8) and not cuts(1, 512, 1024, 8, 8) and not cuts(2, 4096, 4096, 16, 16)
+    assert not cuts(1, 1, 65536, 32, 8, dropout_p=0.1) and not cuts(1, 4, 65536, 8, 8, window=(100, 0))
+    assert not cuts(2, 1, 65536, 32, 8, total_q=2, total_k=100000)
 
 
 def test_keys_that_a_query_sees():

@@ -63,6 +63,8 @@ def yields(problem, device, direction) -> str | None:
         return reason
     if direction == "decode":
         return _yields_decode(problem, device)
+    if direction == "forward" and tiles.cuts_keys(problem, device):
+        return f"{problem.seqlen_q} queries of {problem.seqlen_k} keys; the portable kernel of caches cuts keys into parts"
     if direction == "forward" and not tiles.resident_config(problem, device):
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).

@@ -3,6 +3,7 @@
 import torch
 
 from flashtile import settings, tiles
+from flashtile.kvcache_problem import CacheOperands, CacheProblem
 
 DIRECTIONS = ("forward", "backward", "dslopes", "decode")
 # Programs of the interpreter: enough to split the caches of its tests, few enough to leave some groups of heads whole
@@ -40,6 +41,10 @@ def _refuses_decode(problem, device) -> str | None:
 def configs(problem, device, direction) -> dict:
     if direction == "decode":
         return {"decode": tiles.decode_config(problem, device)}
+    if direction == "forward" and tiles.cuts_keys(problem, device):
+        config = tiles.decode_config(CacheProblem.of_attention(problem), device)
+        if config is not None:
+            return {"decode": config}
     chosen = {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
     if "dkdv" in chosen:
         chosen["dkdv"] = tiles.with_splits(chosen["dkdv"], problem, device.num_sms or INTERPRETED_SMS)
@@ -47,9 +52,28 @@ def configs(problem, device, direction) -> dict:
 
 
 def bind_forward(problem, configs):
+    if "decode" in configs:
+        return _bind_on_cache(problem, configs["decode"])
     from flashtile.portable import forward
 
     return forward.bind(problem, configs["forward"])
+
+
+def _bind_on_cache(problem, config):
+    """The forward as a call on a cache that k and v are: see `tiles.cuts_keys`."""
+    from flashtile.portable import decode
+
+    call = None
+
+    def forward(operands):
+        nonlocal call
+        q, k, v = operands[:3]
+        cached = CacheOperands(q, k, v, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
+        if call is None:
+            call = decode.Call(CacheProblem.of_attention(problem), config, cached)
+        return call(cached)
+
+    return forward
 
 
 def bind_backward(problem, configs):
@@ -75,10 +99,10 @@ def compile_jobs(problem, configs, operands, direction) -> list:
     from functools import partial
 
     from flashtile.outputs import forward_outputs
-    from flashtile.portable import arguments, backward, forward
+    from flashtile.portable import arguments, backward
 
     if direction == "forward":
-        return [partial(forward.launch, problem, configs["forward"], operands)]
+        return [partial(bind_forward(problem, configs), operands)]
     common = arguments.common_arguments(problem, operands)
     dout, lse = forward_outputs(problem, cleared=False)(operands.q)
     delta = partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None)

@@ -97,6 +97,20 @@ def whole_groups(monkeypatch, forget):
 
 
 @pytest.fixture
+def cut_keys(monkeypatch, forget):
+    """Forwards go to the kernel of caches, as those of few queries and many keys do."""
+    monkeypatch.setattr(tiles, "cuts_keys", lambda problem, device: not problem.varlen and not problem.dropout_p)
+    forget()
+
+
+@pytest.mark.parametrize("tier", ["portable"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.lengths and not c.dropout_p], ids=lambda case: case.name)
+def test_keys_in_parts(tier, case, dtype, cut_keys, poisoned):
+    checks.check_attention(case, dtype, "cuda")
+
+
+@pytest.fixture
 def long_keys(monkeypatch, forget):
     """Few keys are loaded in a loop, as many are."""
     monkeypatch.setattr(tiles, "resident_config", lambda problem, device: None)
