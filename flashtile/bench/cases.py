@@ -451,6 +451,18 @@ PRESETS = {
             Shape("64", "77", nheads="12", headdim="64", causal="yes"),
         ),
     ),
+    "few-queries": Preset(
+        "a query or some of many keys, without a cache: decoding, resamplers, cross attention to long inputs",
+        (
+            Shape("1", "2k,8k,64k", seqlen_q="1", nheads="32", nheads_kv="8", headdim="128"),
+            Shape("16", "4k", seqlen_q="1", nheads="32", nheads_kv="8", headdim="128"),
+            Shape("1", "32k", seqlen_q="16,64,256", nheads="16", headdim="64"),
+            Shape("1", "4k,32k", seqlen_q="512", nheads="8", headdim="128"),
+            # Flamingo's and Perceiver's latents
+            Shape("8", "2k", seqlen_q="64", nheads="8", headdim="64"),
+            Shape("1", "50176", seqlen_q="512", nheads="8", headdim="128"),
+        ),
+    ),
     "models": Preset(
         "one layer of each of 20 models, as they are trained or take a prompt: text, vision, speech, images, video",
         (
