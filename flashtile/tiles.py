@@ -36,10 +36,14 @@ class KeyTileConfig(TileConfig):
 TILES_A_PROGRAM = 1.9
 
 
+def programs_in_order(fixed, num_sms) -> int:
+    """For how many programs work is divided: where the order of sums is fixed, that must not depend on the size of a GPU."""
+    return 132 if fixed else num_sms
+
+
 def group_splits(problem, tile_n, num_sms) -> int:
     """Parts of a group of query heads, as few as give each multiprocessor TILES_A_PROGRAM tiles of keys."""
-    # Where the order of sums is fixed, it must not depend on the size of a GPU
-    wanted = TILES_A_PROGRAM * (132 if problem.deterministic else num_sms)
+    wanted = TILES_A_PROGRAM * programs_in_order(problem.deterministic, num_sms)
     key_tiles = problem.total_k // tile_n + problem.batch if problem.varlen else problem.batch * -(-problem.seqlen_k // tile_n)
     units = key_tiles * problem.num_heads_kv
     return next(n for n in range(1, problem.group_size + 1)

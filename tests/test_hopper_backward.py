@@ -209,9 +209,9 @@ def test_parts_of_queries():
         return config.query_parts
 
     assert parts(2, 4096, 77, 10) == 6 and parts(1, 4096, 77, 1) == 16 and parts(1, 70, 77, 1) <= 2
-    # They have enough, have none, or a mask cuts their walks
+    # They have enough, have none, a mask cuts their walks, or a program has several heads (268 tiles, 8 of them)
     assert {parts(8, 1024, 1024, 16), parts(1, 0, 77, 1), parts(2, 4096, 77, 10, window=(None, 0)), parts(1, 4096, 4096, 8, 1),
-            parts(4, 300, 300, 1, total_q=1200, total_k=1200)} == {1}  # fmt: skip
+            parts(4, 300, 300, 1, total_q=1200, total_k=1200), parts(67, 4096, 512, 8, 1)} == {1}  # fmt: skip
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])

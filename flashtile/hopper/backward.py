@@ -99,7 +99,7 @@ from flashtile.hopper import arguments, backward_config, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.problem import Operands
-from flashtile.tiles import box_columns, live_columns, padded_dim
+from flashtile.tiles import box_columns, live_columns, padded_dim, programs_in_order
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
@@ -711,10 +711,9 @@ def _store_piece(dq_desc, smem, dq, scale, walk, lengths, head, row, PACKED: gl.
     partition_barrier()
     ROWS: gl.constexpr = smem.shape[-2]
     tile = smem.reshape([ROWS, PIECE])
-    if ROWS < PIECE:
-        tile.permute((1, 0)).store((dq * scale).to(tile.dtype))
-    else:
-        tile.slice(0, dq.shape[1], dim=1).store((dq * scale).to(tile.dtype))
+    # As the accumulators lie
+    tile = tile.permute((1, 0)) if ROWS < PIECE else tile.slice(0, dq.shape[1], dim=1)
+    tile.store((dq * scale).to(tile.dtype))
     fence_async_shared()
     partition_barrier()
     at, place_row = boxes.place(walk.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
@@ -1083,10 +1082,10 @@ def attention_backward(
 ):  # fmt: skip
     """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
     program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
-    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. GROUP_SIZE: with each of `splits` parts of a
-    group of heads (None for one) as a group of its own. num_heads_kv: besides with each of query_parts of the queries (None for
-    one) as a head of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where
-    all is added to dq_sum, which is None where all is stored; with both `is_alone` decides for each sequence.
+    `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. GROUP_SIZE: with each of `splits` parts of a group of
+    heads (None for one) as a group of its own. num_heads_kv: besides with each of query_parts of the queries (None for one) as
+    a head of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where all is added to dq_sum, which is None
+    where all is stored; with both `is_alone` decides for each sequence.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
@@ -1573,9 +1572,9 @@ def heads_in_groups(problem, config):
     """
     causal = problem.window[1] is not None
     group_size = problem.group_size // config.splits
-    # Which heads go down changes the order of sums, which no GPU's size may
     fixed = has_fixed_order(problem, config)
-    programs = 132 if fixed else config.num_programs
+    # Which heads go down changes the order of sums
+    programs = programs_in_order(fixed, config.num_programs)
     if fixed and not causal:
         rows = 2 * programs * config.tile_m // group_size
         return (rows, 1) if problem.varlen else (max(1, rows // triton.cdiv(problem.seqlen_q, config.query_parts)), 0)

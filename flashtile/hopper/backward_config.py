@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashtile.tiles import KeyTileConfig, group_splits, live_columns, padded_dim
+from flashtile.tiles import KeyTileConfig, group_splits, live_columns, padded_dim, programs_in_order
 
 # Scores start from -lse / scale (see backward.py): a scale near 0 would overflow there.
 SMALLEST_SCALE = 2.0**-40
@@ -120,17 +120,15 @@ _MOST_QUERY_PARTS = 16
 
 
 def query_parts(problem, config) -> int:
-    """Parts of the queries of a head: more than one where tiles of keys are too few for the programs."""
-    if problem.varlen or problem.masked or not problem.seqlen_k:
+    """Parts of the queries of a head: more than one where tiles of keys are too few for the programs, each of one head."""
+    if problem.varlen or problem.masked or not problem.seqlen_k or problem.group_size > config.splits:
         return 1
     tiles = -(-problem.seqlen_q // config.tile_m)
-    units = problem.batch * problem.num_heads_kv * config.splits * -(-problem.seqlen_k // config.tile_n)
-    # Where the order of sums is fixed, it must not depend on the size of a GPU
-    programs = 132 if problem.deterministic else config.num_programs
+    units = problem.batch * problem.num_heads * -(-problem.seqlen_k // config.tile_n)
+    programs = programs_in_order(problem.deterministic, config.num_programs)
 
     def time(parts):
-        steps = -(-tiles // parts) * problem.group_size // config.splits
-        return -(-units * parts // programs) * (steps + _BORDER) + (_ADDING if parts > 1 else 0)
+        return -(-units * parts // programs) * (-(-tiles // parts) + _BORDER) + (_ADDING if parts > 1 else 0)
 
     best = min(range(1, max(1, min(_MOST_QUERY_PARTS, tiles)) + 1), key=time)
     return best if time(best) <= 0.9 * time(1) else 1
