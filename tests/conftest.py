@@ -42,6 +42,28 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture
+def forget():
+    """A function that forgets plans; they are forgotten at the end too."""
+    from flashtile import dispatch, ops
+
+    def clear():
+        dispatch.plan.cache_clear()
+        ops._CALLS.__init__()
+
+    yield clear
+    clear()
+
+
+@pytest.fixture
+def cut_keys(monkeypatch, forget):
+    """Forwards go to the kernel of caches, as those of few queries and many keys do."""
+    from flashtile import tiles
+
+    monkeypatch.setattr(tiles, "cuts_keys", lambda problem, device: not problem.varlen and not problem.dropout_p)
+    forget()
+
+
+@pytest.fixture
 def poisoned():
     """Uninitialised memory holds NaN in this test."""
     with poisoned_memory():

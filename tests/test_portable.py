@@ -32,21 +32,6 @@ def test_fp16(case, poisoned):
     checks.check_attention(case, torch.float16)
 
 
-@pytest.fixture
-def cut_keys(monkeypatch):
-    """Forwards go to the kernel of caches, as those of few queries and many keys do."""
-    from flashtile import dispatch, ops, tiles
-
-    def forget():
-        dispatch.plan.cache_clear()
-        ops._CALLS.__init__()
-
-    monkeypatch.setattr(tiles, "cuts_keys", lambda problem, device: not problem.varlen and not problem.dropout_p)
-    forget()
-    yield
-    forget()
-
-
 # A GPU has all cases
 @pytest.mark.parametrize("name", ["square", "causal_empty_rows", "gqa", "window_both", "softcap", "alibi_batch_causal",
                                   "sinks_causal_gqa", "dim_40_8", "packed_qkv", "one_key"])  # fmt: skip

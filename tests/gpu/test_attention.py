@@ -10,7 +10,7 @@ import torch
 from cases import BY_NAME, CASES, LARGE, SHORT, Case
 
 import flashtile
-from flashtile import dispatch, hardware, ops, tiles
+from flashtile import dispatch, hardware, tiles
 from flashtile.problem import AttentionProblem
 
 pytestmark = pytest.mark.gpu
@@ -78,28 +78,9 @@ def test_case(tier, case, dtype, poisoned):
 
 
 @pytest.fixture
-def forget():
-    """A function that forgets plans; they are forgotten at the end too."""
-
-    def clear():
-        dispatch.plan.cache_clear()
-        ops._CALLS.__init__()
-
-    yield clear
-    clear()
-
-
-@pytest.fixture
 def whole_groups(monkeypatch, forget):
     """A program has all query heads of its keys, as in long calls."""
     monkeypatch.setattr(tiles, "TILES_A_PROGRAM", 0)
-    forget()
-
-
-@pytest.fixture
-def cut_keys(monkeypatch, forget):
-    """Forwards go to the kernel of caches, as those of few queries and many keys do."""
-    monkeypatch.setattr(tiles, "cuts_keys", lambda problem, device: not problem.varlen and not problem.dropout_p)
     forget()
 
 
