@@ -36,9 +36,9 @@ class KeyTileConfig(TileConfig):
 TILES_A_PROGRAM = 1.9
 
 
-def programs_in_order(fixed, num_sms) -> int:
-    """For how many programs work is divided: where the order of sums is fixed, that must not depend on the size of a GPU."""
-    return 132 if fixed else num_sms
+def programs_in_order(deterministic, num_sms) -> int:
+    """For how many programs work is divided: the order of sums of a deterministic call must not depend on the size of a GPU."""
+    return 132 if deterministic else num_sms
 
 
 def group_splits(problem, tile_n, num_sms) -> int:
@@ -550,16 +550,21 @@ DECODE = (
 def cuts_keys(problem, device) -> bool:
     """Whether a forward has so few queries that the kernel of caches, which cuts keys into parts, is for it.
 
-    That is where half of a tile of 64 rows, queries of all heads of a group, is empty, or where tiles leave three quarters of
-    the multiprocessors without work, with many keys half of them. By what calls on a cache took, see `hopper._TIMES_DECODE`
-    and benchmarks/results/nvidia-h200/decode.json, less than it could be. problem: AttentionProblem.
+    That is where three quarters of a tile of 64 rows, queries of all heads of a group, are empty, of many keys half, or where
+    tiles leave three quarters of the multiprocessors without work, of more keys half of them. problem: AttentionProblem.
+
+    Time over that of the other forward (H200, bf16, single runs, cold L2; batch, queries, keys, heads, head dim): 1, 1, 64k,
+    32 on 8, 128 0.11; 64, 4, 2k, 16, 128 1.00; 64, 16, 2k, 8, 128 1.01; 64, 16, 1k, 12, 64 0.96; 64, 32, 1k, 12, 64 1.07;
+    16, 32, 4k, 12, 64 0.86; 2, 128, 1k, 8, 128 1.01; 4, 64, 1k, 16, 64 1.09; 4, 64, 2k, 16, 64 0.83; 1, 512, 3k, 8, 64 0.66;
+    1, 512, 32k, 8, 128 0.67; 8, 64, 4k, 16, 64 1.13. Not taken, although less: 1, 512, 32k, 16, 128 0.84; but 1, 1024, 32k, 8,
+    128 1.25.
     """
     keys = problem.mean_keys
     if problem.varlen or problem.dropout_p or keys < 1024:
         return False
     rows = problem.seqlen_q * problem.group_size
     num_tiles = problem.batch * problem.num_heads_kv * -(-rows // 64)
-    return rows <= 32 or (2 if keys >= 4096 else 4) * num_tiles <= device.num_sms
+    return rows <= (32 if keys >= 4096 else 16) or (2 if keys >= 2048 else 4) * num_tiles <= device.num_sms
 
 
 def decode_config(problem, device) -> DecodeConfig | None:

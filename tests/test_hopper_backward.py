@@ -35,13 +35,14 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(of_queries + 2 * m_tile + 1, tiles.end)
 
     @triton.jit
-    def _turns(out, num_n, num_m, goes_up, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    def _turns(out, counts, num_n, num_m, goes_up, window, seqlen_q, seqlen_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
         lengths = Lengths(0, 0, seqlen_q, seqlen_k)
         for n_tile in range(num_n):
             tiles = backward.walked_tiles(n_tile * TILE_N, lengths, window, TILE_M, TILE_N)
             for m_tile in range(tiles.begin, tiles.end):
-                seen, rank = backward.turn_of(n_tile, m_tile, goes_up > 0, lengths, window, TILE_M, TILE_N)
-                tl.store(out + n_tile * num_m + m_tile, tl.where(seen, rank, num_n))
+                count, rank = backward.turn_of(n_tile, m_tile, goes_up > 0, lengths, window, TILE_M, TILE_N)
+                tl.store(out + n_tile * num_m + m_tile, tl.where(rank < 0, num_n, rank))
+                tl.store(counts + n_tile * num_m + m_tile, count)
 
     @triton.jit
     def _parts(tiles, parts, begin, end, width):
@@ -50,10 +51,10 @@ if importlib.util.find_spec("triton") is not None:
             tl.atomic_add(tiles + head * width + tile, 1)
 
     @triton.jit
-    def _steps(out, begin, steps, front, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
+    def _steps(out, begin, steps, front, GROUP_SIZE: tl.constexpr, FIXED_ORDER: tl.constexpr):
         walk = backward.Walk(0, 2, 2, 0, begin, 0, 0, steps, front)
         for i in range(steps):
-            tile, head = backward.at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = backward.at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
             tl.store(out + 2 * i, tile)
             tl.store(out + 2 * i + 1, head)
 
@@ -103,11 +104,14 @@ def test_every_turn_comes(lengths, window, goes_up):
     seqlen_q, seqlen_k = lengths
     num_m, num_n = max(1, -(-seqlen_q // tile_m)), -(-seqlen_k // tile_n)
     turns = torch.full((num_n, num_m), -1, dtype=torch.int32)
-    _turns[(1,)](turns, num_n, num_m, int(goes_up), masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
+    counts = torch.full_like(turns, -1)
+    _turns[(1,)](turns, counts, num_n, num_m, int(goes_up), masks.Window(*window), seqlen_q, seqlen_k, tile_m, tile_n)
     # a tile of keys that did not walk has a row of -1
     assert (turns >= 0).any(1).all()
-    for column in turns.T.tolist():
+    for column, of_column in zip(turns.T.tolist(), counts.T.tolist()):
         taken = [rank for rank in column if 0 <= rank < num_n]
+        # all know how many there are, so the last knows that it is; who adds nothing is never the last
+        assert {count for count in of_column if count >= 0} <= {max(1, len(taken))}
         assert (taken[::-1] if goes_up else taken) == list(range(len(taken)))
 
 
@@ -359,6 +363,34 @@ def test_dq_of_one_tile_of_keys_is_stored():
     nothing = stored(50, 129), stored(50, 65, 256), stored(78, 77, **causal), stored(77, 50, window=(None, 26))
     assert {*nothing, stored(64, 64, window=(3, 0)), stored(300, 300, total_q=600, total_k=514)} == {"no"}
     assert stored(300, 300, total_q=600, total_k=512) == stored(64, 64, total_q=100, total_k=100, **causal) == "some"
+    fixed = {"deterministic": True}
+    window = {"window": (3, 0), **fixed}
+    assert {stored(50, 129, **fixed), stored(50, 129, 128, **window), stored(64, 64, **window)} == {"last"}
+    assert stored(300, 300, total_q=600, total_k=512, **fixed) == "last" and stored(50, 128, 128, **fixed) == "all"
+    assert stored(50, 65, 256, **fixed) == stored(50, 129, 192, **fixed) == "no"
+
+
+def test_the_order_is_fixed_where_that_takes_less_time():
+    """Without deterministic=True too: of many tiles of keys, where neither heads share them nor a window ends on the left."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def fixed(batch, seqlen, heads, head_dim, heads_kv=None, **options):
+        problem = AttentionProblem(batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim, torch.bfloat16,
+                                   softmax_scale=0.1, **options)  # fmt: skip
+        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+        found = backward_config.has_fixed_order(problem, config)
+        assert not found or config.dscores_stages <= 2
+        assert not found or options.get("deterministic") or backward_config.stores_dq(problem, config) == "last"
+        return found
+
+    causal = {"window": (None, 0)}
+    assert fixed(1, 16384, 32, 64) and fixed(8, 2048, 16, 128) and fixed(4, 4096, 16, 96, **causal)
+    assert fixed(32, 512, 16, 128, total_q=32 * 512, total_k=32 * 512)
+    assert fixed(4, 4096, 16, 128, **causal) and not fixed(4, 4096, 16, 128)
+    assert not fixed(2, 8192, 16, 128, **causal) and not fixed(2, 1024, 16, 128)
+    assert not fixed(1, 16384, 32, 64, window=(1023, 0)) and not fixed(8, 2048, 16, 192) and not fixed(64, 128, 16, 64)
+    assert not fixed(8, 2048, 32, 64, heads_kv=8, **causal) and fixed(8, 2048, 32, 64, heads_kv=8, deterministic=True)
 
 
 @pytest.mark.parametrize("right", [backward.UNBOUNDED, 0, 3])
@@ -378,8 +410,9 @@ def test_rows_of_dq_are_summed_or_stored(right):
     tiles = padded_rows // 32
     backward.backward_rows[(tiles * heads,)](
         rows_of(out), rows_of(out), None, rows_of(lse, lse=True), *statistics, dq_sum, torch.empty(1, dtype=torch.int32),
-        packing, right, len(lengths_q), max(lengths_q), padded_rows, tiles, heads, 1, 1.0, TILE_M=32, TILE_N=128, SUM_D=dim,
-        HEAD_DIM_V=dim, BLOCK_D=dim, BLOCK_DV=dim, WIDE=False,
+        None, masks.Window(None, None), packing, right, len(lengths_q), max(lengths_q), max(lengths_k), padded_rows, tiles,
+        heads, 1, 1.0, TILE_M=32, TILE_N=128, QUERY_TILE=64, SUM_D=dim, HEAD_DIM=dim, HEAD_DIM_V=dim,
+        BLOCK_D=dim, BLOCK_DV=dim, WIDE=False,
     )  # fmt: skip
     dq = torch.full_like(out, 7.0)
     tiles = padded_rows // 64
@@ -392,6 +425,40 @@ def test_rows_of_dq_are_summed_or_stored(right):
         expected = 7.0 if alone[i] else 0.0
         assert (dq_sum[:, row : row + length] == expected).all()
         assert (dq[begin : begin + length] == expected).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, -30)])
+def test_tiles_of_queries_that_see_no_key_have_dq_of_zeros(window, packed):
+    """In a fixed order, where nothing else writes them; all others stay as they are."""
+    lengths_q, lengths_k = ([200, 70, 64, 0, 33], [3, 70, 0, 9, 200]) if packed else ([200, 200], [100, 100])
+    heads, dim, tile = 2, 16, 64
+    starts_q, starts_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (lengths_q, lengths_k))
+    packing = Packing(*(torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k)), None, None) if packed else (
+        Packing(None, None, None, None))  # fmt: skip
+    multiple = backward.ROW_MULTIPLE.value
+    padded_rows = -(-(starts_q[-1] + multiple * len(lengths_q) if packed else 200) // multiple) * multiple
+    shape = (starts_q[-1], heads, dim) if packed else (2, 200, heads, dim)
+    out, lse = torch.randn(shape), torch.randn((heads, starts_q[-1]) if packed else (2, heads, 200))
+    dq = torch.full(shape, 7.0)
+    tiles, sequences = padded_rows // 32, 1 if packed else 2
+    statistics = torch.empty(2, sequences * heads * padded_rows)
+    backward.backward_rows[(tiles * heads * sequences,)](
+        rows_of(out), rows_of(out), None, rows_of(lse, lse=True), *statistics, None, torch.empty(1, dtype=torch.int32),
+        rows_of(dq), masks.Window(*window), packing, None, len(lengths_q), max(lengths_q), max(lengths_k), padded_rows, tiles,
+        heads, 1, 1.0, TILE_M=32, TILE_N=128, QUERY_TILE=tile, SUM_D=dim, HEAD_DIM=dim, HEAD_DIM_V=dim, BLOCK_D=dim,
+        BLOCK_DV=dim, WIDE=False,
+    )  # fmt: skip
+    rows = dq if packed else dq.flatten(0, 1)
+    left, right = window
+    for begin, seqlen_q, seqlen_k in zip(starts_q, lengths_q, lengths_k):
+        for first in range(0, seqlen_q, tile):
+            shift = seqlen_k - seqlen_q
+            seen = any(
+                (left is None or key >= row + shift - left) and (right is None or key <= row + shift + right)
+                for row in range(first, min(first + tile, seqlen_q)) for key in range(seqlen_k)
+            )  # fmt: skip
+            assert (rows[begin + first : begin + min(first + tile, seqlen_q)] == (7.0 if seen else 0.0)).all()
 
 
 @pytest.mark.parametrize(("rows", "splits", "dim"), [(70, 4, 24), (1, 7, 128)])

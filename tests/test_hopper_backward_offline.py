@@ -23,7 +23,8 @@ HERE = Path(__file__).parent
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
           "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
-          "alone deterministic": 8, "alone packed": 64, "few units": 16}  # fmt: skip
+          "alone deterministic": 8, "alone packed": 64, "few units": 16, "causal in order": 48, "packed in order": 112,
+          "dropout in order": 80, "features in order": 80, "short in order": 0, "alone grouped": 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -31,7 +32,7 @@ OPTIONS = {
     # of a group, as programs of their own
     "parts": {"window": (None, 0)},
     "deterministic": {"deterministic": True},
-    "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
+    "packed": {"window": (None, 0), "total_q": 1000, "total_k": 1000},
     "dropout": {"window": (None, 0), "dropout_p": 0.1},
     # a threshold of 1
     "rare": {"dropout_p": 2**-15},
@@ -44,8 +45,15 @@ OPTIONS = {
     # one tile of keys
     "alone": {},
     "alone deterministic": {"window": (None, 0), "deterministic": True},
+    "alone grouped": {"deterministic": True},
     # tiles of keys for less than the programs
     "few units": {},
+    # What calls of many tiles of keys are too
+    "causal in order": {"window": (None, 0), "deterministic": True},
+    "dropout in order": {"window": (None, 0), "deterministic": True, "dropout_p": 0.1},
+    "features in order": {"window": (None, 0), "deterministic": True, "softcap": 20.0, "has_alibi": True},
+    "packed in order": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
+    "short in order": {"window": (None, 0), "deterministic": True},
     # of some sequences
     "alone packed": {"window": (None, 0), "total_q": 60, "total_k": 60},
 }
@@ -60,7 +68,12 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (64, 64, "short packed"), (64, 64, "short grouped"), (64, 64, "alone"), (96, 96, "alone"), (256, 256, "alone"),
          (192, 128, "alone"), (80, 80, "alone deterministic"), (64, 64, "alone packed"), (80, 80, "alone packed"),
          (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed"),
-         (144, 144, "alone packed"), (64, 64, "few units"), (128, 128, "few units")]  # fmt: skip
+         (144, 144, "alone packed"), (64, 64, "few units"), (128, 128, "few units"),
+         (64, 64, "causal in order"), (96, 96, "causal in order"), (128, 128, "causal in order"), (64, 64, "dropout in order"),
+         (128, 128, "dropout in order"), (64, 64, "features in order"), (128, 128, "features in order"),
+         (64, 64, "packed in order"), (128, 128, "packed in order"), (256, 256, "packed in order"),
+         (192, 128, "packed in order"), (64, 64, "short in order"), (64, 64, "alone grouped"),
+         (128, 128, "alone grouped")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
@@ -77,8 +90,8 @@ def _compile(call):
     from flashtile.problem import AttentionProblem, Operands
 
     dim, dim_v, name = call
-    features = name == "features"
-    heads_kv = 2 if features else 1 if name == "parts" or "grouped" in name else 4
+    features = "features" in name
+    heads_kv = 2 if name == "features" else 1 if name == "parts" or "grouped" in name else 4
     packed, short = "packed" in name, "short" in name
     # The last tile of keys is not whole
     seqlen = 60 if "alone" in name else 300 if short else 1000

@@ -76,7 +76,7 @@ def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
 
 
 def test_few_queries_of_many_keys_go_to_the_kernel_of_caches():
-    """Where half of a tile of 64 rows is empty, or too few multiprocessors have one; on any GPU."""
+    """Where tiles of 64 rows are nearly empty, or too few multiprocessors have one; on any GPU."""
     from flashtile import dispatch
 
     def cuts(batch, seqlen_q, seqlen_k, heads, heads_kv, device="H200", **options):
@@ -90,6 +90,8 @@ def test_few_queries_of_many_keys_go_to_the_kernel_of_caches():
 
     assert cuts(1, 1, 65536, 32, 8) and cuts(128, 1, 1024, 32, 8) and cuts(1, 256, 1024, 8, 8) and cuts(1, 512, 4096, 8, 8)
     assert cuts(1, 64, 65536, 8, 8, "A100") and cuts(1, 4, 2000, 8, 8, window=(None, 0))
+    assert cuts(64, 16, 1024, 12, 12) and cuts(64, 32, 4096, 12, 12) and cuts(4, 64, 2048, 16, 16) and cuts(1, 512, 3000, 8, 8)
+    assert not cuts(64, 17, 1024, 12, 12) and not cuts(64, 33, 4096, 12, 12) and not cuts(4, 64, 1024, 16, 16)
     assert not cuts(1, 1, 1000, 32, 8) and not cuts(1, 512, 1024, 8, 8) and not cuts(2, 4096, 4096, 16, 16)
     assert not cuts(1, 1, 65536, 32, 8, dropout_p=0.1) and not cuts(1, 4, 65536, 8, 8, window=(100, 0))
     assert not cuts(2, 1, 65536, 32, 8, total_q=2, total_k=100000)

@@ -5,23 +5,27 @@
              dv += p dout,  dk += dscores q,  dq_sum += dscoresᵀ k
     after    dk = scale * dk (in main),  dq = scale * dq_sum                                    one pass, fp32 to the dtype
 
-A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores
-are computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
-accumulators, four numbers of a thread at once (`_add_piece`), and the kernel after puts them in rows. Where one tile has all
-keys, dq has one product: it leaves in the dtype through shared memory (`_store_piece`), and there is no dq_sum; in packed calls
-for those sequences of which it is true (`is_alone`). neg_lse and neg_delta are not subtracted: the products start from them
-as accumulators, which saves 16 to 32 live registers in each half of a step and an addition an element. Programs stay, and take
-the next tile of keys from a counter in global memory, which the kernel before clears.
+A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores are
+computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
+accumulators, four numbers of a thread at once (`_give_piece`), and the kernel after puts them in rows. It does not run in a
+fixed order (below), nor where one tile has all keys: dq has one product then, and leaves in the dtype through shared memory
+(`_store_piece`), and there is no dq_sum; in packed calls for those sequences of which it is true (`is_alone`). neg_lse and
+neg_delta are not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in each half of
+a step and an addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the
+kernel before clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
-keys, since walks begin where others are (below). All else has the same bits in every run. With deterministic=True all has them:
-tiles of keys add to a tile of dq_sum in a fixed order: it has a count of what was added, and a program waits until it is its
-turn. Programs take tiles of a head in that order, also their first one from the counter, so that who is waited for runs or has
-run, however many programs there are. Nobody waits long: most heads go up, from the last tile of keys to the first, each walk
-from its first query to its last. Under a causal mask the tile whose turn is before then begins one tile of queries further on,
-and stays there. A head's longest tiles come last so, at uneven times, and would leave programs idle at the end of the kernel:
-the last group of heads goes down, from the first tile of keys to the last, each walk from its last query to its first. There
-the tile before must have begun a step earlier, as it has where programs come to it one after the other.
+keys, since walks begin where others are (below). All else has the same bits in every run. All has them in a fixed order, which
+deterministic=True asks for, and which takes less time where queries see few keys (`backward_config.has_fixed_order`): a tile of
+dq_sum has a count of what was added, and a program waits until it is its turn. So who comes first stores, to what nobody has
+cleared, and who comes last takes the sum as the accumulators of its product, and writes dq in its dtype (up to head dim 128;
+the kernel before writes zeros for those queries that see no key). Programs take tiles of a head in that order, also their first
+one from the counter, so that who is waited for runs or has run, however many programs there are. Nobody waits long: most heads
+go up, from the last tile of keys to the first, each walk from its first query to its last. Under a causal mask the tile whose
+turn is before then begins one tile of queries further on, and stays there. A head's longest tiles come last so, at uneven
+times, and would leave programs idle at the end of the kernel: the last group of heads goes down, from the first tile of keys to
+the last, each walk from its last query to its first. There the tile before must have begun a step earlier, as it has where
+programs come to it one after the other.
 
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
@@ -93,7 +97,7 @@ from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
-from flashtile.device.tensors import head_ptr, load_tile, rows_of
+from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments, backward_config, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
@@ -192,7 +196,7 @@ def walked_tiles(col_begin, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.co
 
 
 @triton.jit
-def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, DETERMINISTIC: tl.constexpr):
+def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER: tl.constexpr):
     """(the unit-th tile of keys, whether in a fixed order its walk goes up, whether there is one, lengths of its sequence)."""
     if table is None:
         exists = unit < order.total_heads * order.num_tiles
@@ -206,7 +210,7 @@ def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, DETERMINISTI
         tail_heads = order.heads_per_group // tl.maximum(lengths.seqlen_q, 1)
         sequences_after = order.total_heads // order.num_heads - 1 - work.batch
         goes_up = (work.head < order.num_heads - tail_heads) | (sequences_after % 2 == 1)
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         tile = tl.where(goes_up, tl.cdiv(lengths.seqlen_k, TILE_N) - 1 - work.tile, work.tile)
         work = schedule.Work(tile, work.head, work.batch)
     return work, goes_up, exists, lengths
@@ -220,17 +224,17 @@ def part_of_queries(part, query_parts, begin, end):
 
 
 @gluon.jit
-def _peek(word):
-    """A word that other programs write. Relaxed: nothing that they have written before is read after it."""
-    return gl.inline_asm_elementwise("ld.relaxed.gpu.global.u32 $0, [$1];", "=r,l", [word.to(gl.int64)], dtype=gl.int32,
-                                     is_pure=False, pack=1)  # fmt: skip
+def _peek(word, ACQUIRE: gl.constexpr = False):
+    """A word that other programs write. ACQUIRE: what they have written before it is read after it."""
+    ASM: gl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1];" if ACQUIRE else "ld.relaxed.gpu.global.u32 $0, [$1];"
+    return gl.inline_asm_elementwise(ASM, "=r,l", [word.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-          TILE_N: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
+          TILE_N: gl.constexpr, FIXED_ORDER: gl.constexpr):  # fmt: skip
     """The unit-th tile of keys, and the lengths of its sequence. query_parts: as in `_load`; fronts: its own, or None."""
-    work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, DETERMINISTIC)
+    work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, FIXED_ORDER)
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
     kv_head, begin, end = work.head, tiles.begin, tiles.end
@@ -238,7 +242,7 @@ def _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE: 
         kv_head, begin, end = part_of_queries(work.head, query_parts, begin, end)
     steps = gl.where(exists, (end - begin) * GROUP_SIZE, 0)
     front = end - 1
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         front = gl.where(goes_up, begin, ~front)
     if fronts is not None:
         # 0 before the first
@@ -306,7 +310,7 @@ def _receive(buffers, barriers, lengths, turn, PACKED: gl.constexpr):
 
 
 @triton.jit
-def at_step(walk, i, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
+def at_step(walk, i, GROUP_SIZE: tl.constexpr, FIXED_ORDER: tl.constexpr):
     """(query tile, head) of the i-th step, made of i alone: what a loop carries costs the computing partitions registers.
 
     From the first query to the last. Where heads share keys, all of them come before the next query tile, from the last to the
@@ -314,7 +318,7 @@ def at_step(walk, i, GROUP_SIZE: tl.constexpr, DETERMINISTIC: tl.constexpr):
     do not fit in L2, but those that programs use at one time do. In a fixed order a walk goes up or down, as the module says.
     """
     head = walk.kv_head * GROUP_SIZE + i % GROUP_SIZE
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         tile = walk.front + i // GROUP_SIZE
         return tl.where(tile < 0, ~tile, tile), head
     elif GROUP_SIZE > 1:
@@ -394,7 +398,7 @@ def _next_unit(counter):
 def _load(
     q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counter, order, table, lengths, window,
     num_heads, splits, query_parts, padded_rows, GROUP_SIZE: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
-    TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    TILE_M: gl.constexpr, HALVES: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, FIXED_ORDER: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
     TILE_N: gl.constexpr = HALVES * HALF_N
@@ -402,9 +406,9 @@ def _load(
     first = 0
     # A word of each key-value head of each sequence, see `_tell_front`
     fronts = None
-    if GROUP_SIZE > 1 and not DETERMINISTIC:
+    if GROUP_SIZE > 1 and not FIXED_ORDER:
         fronts = counter + 1
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         # A tile that others wait for must not belong to a program that may not run yet
         counted_from = 0
         unit = _next_unit(counter)
@@ -412,12 +416,12 @@ def _load(
         counted_from = gl.num_programs(0)
         unit = gl.program_id(0)
     walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
-                          DETERMINISTIC)  # fmt: skip
+                          FIXED_ORDER)  # fmt: skip
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
     while walk.steps > 0:
         for i in range(walk.steps):
             step = first + i
-            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
             if fronts is not None:
                 if i % GROUP_SIZE == 0:
                     _tell_front(fronts, unit, walk, order, tile)
@@ -436,7 +440,7 @@ def _load(
         turn += 1
         unit = counted_from + _next_unit(counter)
         walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
-                              DETERMINISTIC)  # fmt: skip
+                              FIXED_ORDER)  # fmt: skip
         _publish(buffers, barriers, walk, lengths, turn, PACKED)
 
 
@@ -611,29 +615,31 @@ def _signal(semaphore):
 
 @triton.jit
 def turn_of(n_tile, m_tile, goes_up, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """(whether queries of m_tile see keys of n_tile, how many tiles of keys add to their dq before): as `walked_tiles`."""
+    """(how many tiles of keys add to the dq of m_tile, how many of them before n_tile; -1 where its queries see none of these):
+    as `walked_tiles`."""
     keys = masks.key_range(m_tile * TILE_M, lengths, window, TILE_M, TILE_N)
     seen = (n_tile >= keys.begin) & (n_tile < keys.end)
-    return seen, tl.where(seen, tl.where(goes_up, keys.end - 1 - n_tile, n_tile - keys.begin), 0)
+    rank = tl.where(goes_up, keys.end - 1 - n_tile, n_tile - keys.begin)
+    return tl.maximum(keys.end - keys.begin, 1), tl.where(seen, rank, -1)
 
 
 @gluon.jit
 def _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
           PACKED: gl.constexpr):  # fmt: skip
     """(semaphore of a query tile, what it stands at when it is the turn of this walk)."""
-    seen, rank = turn_of(walk.col_begin // TILE_N, tile, walk.front >= 0, lengths, window, TILE_M, TILE_N)
+    _count, rank = turn_of(walk.col_begin // TILE_N, tile, walk.front >= 0, lengths, window, TILE_M, TILE_N)
     row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
-    return gl.where(seen, counters + 2 + row // TILE_M, counters + 1), rank
+    return gl.where(rank < 0, counters + 1, counters + 2 + row // TILE_M), rank
 
 
 @gluon.jit
 def _follow_turns(
     buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, AWAITS: gl.constexpr,
+    TILE_N: gl.constexpr, PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr, AWAITS: gl.constexpr,
 ):  # fmt: skip
     """Where the order is fixed. AWAITS: let the partition of dq add when it is the turn of its tile of keys; else count what
     it has added, when that is in memory."""
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         first = 0
         turn = 0
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -641,7 +647,7 @@ def _follow_turns(
             for i in range(walk.steps):
                 step = first + i
                 slot = step % TURN_SLOTS
-                tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+                tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
                 semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
                                         PACKED)  # fmt: skip
                 if AWAITS:
@@ -649,6 +655,7 @@ def _follow_turns(
                     count = _peek(semaphore)
                     while count < rank:
                         count = _peek(semaphore)
+                    count = _peek(semaphore, ACQUIRE=True)
                     mbarrier.arrive(barriers.turn_ready.index(slot), count=1)
                 else:
                     mbarrier.wait(barriers.added.index(slot), _phase(step, TURN_SLOTS))
@@ -665,30 +672,47 @@ def sum_columns(live_d, tile_m):
     return live_d if tile_m >= PIECE.value else -(-live_d // PIECE.value) * PIECE.value
 
 
-def _add_asm(count):
-    """Assembly that adds `count` numbers a thread to memory, four at once; the first four of 128 threads follow each other."""
+def _piece_asm(count, instruction, loads=False):
+    """Assembly for `count` numbers a thread in memory, four at once; the first four of 128 threads follow each other.
+
+    loads: it gives them; else the second argument has them.
+    """
     text = "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; mad.wide.u32 a, t, 16, $" + f"{count}; "
     for i in range(0, count, 4):
-        numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
-        text += f"red.relaxed.gpu.global.add.v4.f32 [a + {512 * i}], {{{numbers}}}; "
-    return text + "".join(f"mov.u32 ${i}, 0; " for i in range(count)) + "}"
+        numbers = ", ".join(f"${i + j if loads else 2 * count + i + j}" for j in range(4))
+        address = f"[a + {512 * i}]"
+        text += f"{instruction} " + (f"{{{numbers}}}, {address}; " if loads else f"{address}, {{{numbers}}}; ")
+    return text + ("" if loads else "".join(f"mov.u32 ${i}, 0; " for i in range(count))) + "}"
 
 
-def _add_constraints(count):
-    return ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
+def _piece_constraints(count, result):
+    return ",".join([result] * count + ["l"] * count + ["f"] * count)
 
 
 # By the numbers of a thread
-_ADD_ASM = gl.constexpr({n: _add_asm(n) for n in (8, 16, 32)})
-_ADD_CONSTRAINTS = gl.constexpr({n: _add_constraints(n) for n in (8, 16, 32)})
+_COUNTS = 8, 16, 32
+_ADD_ASM = gl.constexpr({n: _piece_asm(n, "red.relaxed.gpu.global.add.v4.f32") for n in _COUNTS})
+_STORE_ASM = gl.constexpr({n: _piece_asm(n, "st.global.v4.f32") for n in _COUNTS})
+_LOAD_ASM = gl.constexpr({n: _piece_asm(n, "ld.relaxed.gpu.global.v4.f32", loads=True) for n in _COUNTS})
+_GIVE_CONSTRAINTS = gl.constexpr({n: _piece_constraints(n, "=r") for n in _COUNTS})
+_LOAD_CONSTRAINTS = gl.constexpr({n: _piece_constraints(n, "=f") for n in _COUNTS})
 
 
 @gluon.jit
-def _add_piece(dq_sum, piece):
-    """Add a piece of dq to memory, in the order in which the threads of the first partition hold it: see `_unpack`."""
+def _give_piece(dq_sum, piece, ASM: gl.constexpr):
+    """Add a piece of dq to memory (_ADD_ASM), or store it (_STORE_ASM), in the order in which the threads of the first
+    partition hold it: see `_unpack`."""
     COUNT: gl.constexpr = piece.shape[0] * piece.shape[1] // 128
-    gl.inline_asm_elementwise(_ADD_ASM[COUNT], _ADD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32,
-                              is_pure=False, pack=COUNT)  # fmt: skip
+    gl.inline_asm_elementwise(ASM[COUNT], _GIVE_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), piece], dtype=gl.int32, is_pure=False,
+                              pack=COUNT)  # fmt: skip
+
+
+@gluon.jit
+def _load_piece(dq_sum, zeros):
+    """A piece of dq from memory, where others have added to it: of the shape and layout of zeros."""
+    COUNT: gl.constexpr = zeros.shape[0] * zeros.shape[1] // 128
+    return gl.inline_asm_elementwise(_LOAD_ASM[COUNT], _LOAD_CONSTRAINTS[COUNT], [dq_sum.to(gl.int64), zeros],
+                                     dtype=gl.float32, is_pure=False, pack=COUNT)  # fmt: skip
 
 
 @triton.jit
@@ -722,13 +746,14 @@ def _store_piece(dq_desc, smem, dq, scale, walk, lengths, head, row, PACKED: gl.
 
 @gluon.jit
 def _add_dq(
-    dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile, head, step, zeros,
+    dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile, head, step, rank, zeros,
     last_zeros, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr,
-    DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """One step of dq_sum += dscoresᵀ k, in pieces of PIECE rows and columns, of fewer rows transposed; or dq, see `is_alone`.
 
-    zeros: of a piece; last_zeros: of the last in a row, which may have fewer columns.
+    zeros: of a piece; last_zeros: of the last in a row, which may have fewer columns. LAST: nobody adds after this step, so it
+    takes the sum from memory, and writes dq; before it `rank` others have added.
     """
     HALVES: gl.constexpr = TILE_N // HALF_N
     SUM_D: gl.constexpr = sum_columns(LIVE_D, TILE_M)
@@ -738,20 +763,27 @@ def _add_dq(
     PIECES: gl.constexpr = max(TILE_M // PIECE, 1) * LIVE_PIECES
     SIZE: gl.constexpr = PIECE * min(TILE_M, PIECE.value)
     slot = step % DSCORES_STAGES
-    if dq_desc is None:
-        stored: gl.constexpr = False
+    if LAST:
+        stored: gl.constexpr = True
+        mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
     elif dq_sum is None:
         stored: gl.constexpr = True
+    elif FIXED_ORDER or dq_desc is None:
+        stored: gl.constexpr = False
     else:
         stored = is_alone(lengths, window.right, TILE_N)
     if dq_sum is not None:
         stats_row = _stats_row(walk, lengths, head, num_heads, padded_rows, PACKED) + tile * TILE_M
         dq_tile = dq_sum + stats_row.to(gl.int64) * SUM_D
     for piece in gl.static_range(PIECES):
+        place = piece // LIVE_PIECES * PIECE * SUM_D + piece % LIVE_PIECES * SIZE
         nothing = zeros
         if (piece + 1) % LIVE_PIECES == 0:
             nothing = last_zeros
         dq_acc = nothing
+        if LAST:
+            if rank > 0:
+                dq_acc = _load_piece(dq_tile + place, nothing)
         for half in gl.static_range(HALVES):
             if piece == 0:
                 mbarrier.wait(barriers.dscores_ready.index(HALVES * slot + half), _phase(step, DSCORES_STAGES))
@@ -762,23 +794,28 @@ def _add_dq(
             if TILE_M > PIECE:
                 dscores = dscores.slice(piece // LIVE_PIECES * PIECE, PIECE, dim=1)
             if TRANSPOSED:
-                dq_acc = warpgroup_mma(k.permute((1, 0)), dscores, dq_acc, use_acc=half > 0, is_async=True)
+                dq_acc = warpgroup_mma(k.permute((1, 0)), dscores, dq_acc, use_acc=LAST or half > 0, is_async=True)
             else:
-                dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=half > 0, is_async=True)
+                dq_acc = warpgroup_mma(dscores.permute((1, 0)), k, dq_acc, use_acc=LAST or half > 0, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq_acc])
-        if DETERMINISTIC and piece == 0:
+        if FIXED_ORDER and not LAST and piece == 0:
             mbarrier.wait(barriers.turn_ready.index(step % TURN_SLOTS), _phase(step, TURN_SLOTS))
         if piece == PIECES - 1:
             mbarrier.arrive(barriers.dscores_free.index(slot), count=1)
         if stored:
             _store_piece(dq_desc, buffers.dq, dq, scale, walk, lengths, head, tile * TILE_M + piece // LIVE_PIECES * PIECE,
                          PACKED, piece % LIVE_PIECES * PIECE)  # fmt: skip
+        elif FIXED_ORDER and dq_desc is not None:
+            if rank > 0:
+                _give_piece(dq_tile + place, dq, _ADD_ASM)
+            elif rank == 0:
+                _give_piece(dq_tile + place, dq, _STORE_ASM)
         else:
-            _add_piece(dq_tile + piece // LIVE_PIECES * PIECE * SUM_D + piece % LIVE_PIECES * SIZE, dq)
+            _give_piece(dq_tile + place, dq, _ADD_ASM)
         if piece < PIECES - 1:
             # else ptxas begins the next piece before, which takes registers that there are not
             partition_barrier()
-    if DETERMINISTIC:
+    if FIXED_ORDER:
         mbarrier.arrive(barriers.added.index(step % TURN_SLOTS), count=1)
 
 
@@ -786,8 +823,10 @@ def _add_dq(
 def _reduce_dq(
     dq_sum, dq_desc, buffers, barriers, lengths, window, scale, num_heads, padded_rows, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, LIVE_D: gl.constexpr, DSCORES_STAGES: gl.constexpr,
-    PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr,
 ):  # fmt: skip
+    # Where the last tile of keys that adds to dq writes it
+    IN_TURN: gl.constexpr = FIXED_ORDER and dq_desc is not None and dq_sum is not None
     COLUMNS: gl.constexpr = min(TILE_M, PIECE.value)
     layout: gl.constexpr = columns.layout_of(COLUMNS)
     zeros = gl.zeros([PIECE, COLUMNS], gl.float32, layout)
@@ -799,10 +838,21 @@ def _reduce_dq(
     while walk.steps > 0:
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
-            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
-            _add_dq(dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile, head,
-                    first + i, zeros, last_zeros, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED,
-                    DETERMINISTIC)  # fmt: skip
+            tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
+            if IN_TURN:
+                count, rank = turn_of(walk.col_begin // TILE_N, tile, walk.front >= 0, lengths, window, TILE_M, TILE_N)
+                if rank == count - 1:
+                    _add_dq(dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile,
+                            head, first + i, rank, zeros, last_zeros, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED,
+                            FIXED_ORDER, True)  # fmt: skip
+                else:
+                    _add_dq(dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile,
+                            head, first + i, rank, zeros, last_zeros, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED,
+                            FIXED_ORDER, False)  # fmt: skip
+            else:
+                _add_dq(dq_sum, dq_desc, buffers, barriers, walk, lengths, window, scale, num_heads, padded_rows, tile,
+                        head, first + i, 0, zeros, last_zeros, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED,
+                        FIXED_ORDER, False)  # fmt: skip
         mbarrier.arrive(barriers.k_done.index(0), count=1)
         first += walk.steps
         turn += 1
@@ -860,7 +910,7 @@ def _compute_rows(
     dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DSCORES_STAGES: gl.constexpr, RAGGED_N: gl.constexpr,
-    PACKED: gl.constexpr, DETERMINISTIC: gl.constexpr, HALF: gl.constexpr,
+    PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys. A step has two halves, and nothing is under way between them (else ptxas serialises: C7515)."""
     layout: gl.constexpr = columns.layout_of(TILE_M)
@@ -869,7 +919,7 @@ def _compute_rows(
     v = buffers.v.index(HALF).reshape([HALF_N, BLOCK_DV])
     # Where masks, scores, heads or the order of steps need registers too
     ANEW: gl.constexpr = (
-        DETERMINISTIC or GROUP_SIZE > 1 or window.left is not None or window.right is not None
+        FIXED_ORDER or GROUP_SIZE > 1 or window.left is not None or window.right is not None
         or score_params.softcap is not None or score_params.alibi_slopes is not None or dropout.rng_state is not None
     )  # fmt: skip
     stream = dropouts.load_stream(dropout, num_heads)
@@ -883,7 +933,7 @@ def _compute_rows(
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
     while walk.steps > 0:
         first_col = walk.col_begin + HALF * HALF_N
-        tile, head = at_step(walk, 0, GROUP_SIZE, DETERMINISTIC)
+        tile, head = at_step(walk, 0, GROUP_SIZE, FIXED_ORDER)
         dk = columns.accumulators(HALF_N, BLOCK_D, LIVE_D, WIDEST)
         dv = columns.accumulators(HALF_N, BLOCK_DV, LIVE_DV, WIDEST)
         slot = first % Q_STAGES
@@ -904,7 +954,7 @@ def _compute_rows(
                           TILE_M, DOUT_STAGES, DSCORES_STAGES, HALF)  # fmt: skip
         for i in range(1, walk.steps):
             step = first + i
-            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
             slot = step % Q_STAGES
             last_slot = (step - 1) % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
@@ -968,7 +1018,7 @@ def _compute_dv(
     dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE: gl.constexpr,
     TILE_M: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr,
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, P_STAGES: gl.constexpr, RAGGED_N: gl.constexpr, PACKED: gl.constexpr,
-    DETERMINISTIC: gl.constexpr,
+    FIXED_ORDER: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = columns.layout_of(TILE_M)
     zeros = gl.zeros([HALF_N, TILE_M], gl.float32, layout)
@@ -982,7 +1032,7 @@ def _compute_dv(
         mbarrier.wait(barriers.k_ready.index(0), turn & 1)
         for i in range(walk.steps):
             step = first + i
-            tile, head = at_step(walk, i, GROUP_SIZE, DETERMINISTIC)
+            tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
             slot = step % Q_STAGES
             mbarrier.wait(barriers.q_ready.index(slot), _phase(step, Q_STAGES))
             q = buffers.q.index(slot).reshape([TILE_M, BLOCK_D])
@@ -1077,11 +1127,11 @@ def attention_backward(
     heads_side_by_side, tail_heads, padded_rows,
     GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-    DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    DSCORES_STAGES: gl.constexpr, BY_ROWS: gl.constexpr, RAGGED_N: gl.constexpr, FIXED_ORDER: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without DETERMINISTIC beyond one a
-    program); then with DETERMINISTIC a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
+    """Descriptors of `descriptor` and `row_descriptor`. counters: int32 of 0: tiles taken (without FIXED_ORDER beyond one a
+    program); then with FIXED_ORDER a place for counts that nobody needs, and a semaphore a tile of dq, else the fronts of
     `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. GROUP_SIZE: with each of `splits` parts of a group of
     heads (None for one) as a group of its own. num_heads_kv: besides with each of query_parts of the queries (None for one) as
     a head of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where all is added to dq_sum, which is None
@@ -1117,8 +1167,8 @@ def attention_backward(
     dscores_free = allocate_barriers(DSCORES_STAGES, 1)
     k_done = allocate_barriers(1, 1)
     walk_ready = allocate_barriers(WALK_SLOTS, 1)
-    walk_free = allocate_barriers(WALK_SLOTS, 5 if DETERMINISTIC else 3)
-    if DETERMINISTIC:
+    walk_free = allocate_barriers(WALK_SLOTS, 5 if FIXED_ORDER else 3)
+    if FIXED_ORDER:
         turn_ready = allocate_barriers(TURN_SLOTS, 1)
         added = allocate_barriers(TURN_SLOTS, 1)
         counted = allocate_barriers(TURN_SLOTS, 1)
@@ -1140,20 +1190,20 @@ def attention_backward(
                             k_done, None, k_free, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
-                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, FIXED_ORDER)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
-                             PACKED, DETERMINISTIC, 0)),
+                             PACKED, FIXED_ORDER, 0)),
             (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
                              TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
-                             PACKED, DETERMINISTIC, 1)),
+                             PACKED, FIXED_ORDER, 1)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
-                     HALVES, Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
+                     HALVES, Q_STAGES, DOUT_STAGES, FIXED_ORDER)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, DETERMINISTIC, True)),
+                             PACKED, FIXED_ORDER, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, DETERMINISTIC, False)),
+                             PACKED, FIXED_ORDER, False)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
@@ -1169,19 +1219,19 @@ def attention_backward(
                             counted)  # fmt: skip
         gl.warp_specialize([
             (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
-                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, DETERMINISTIC)),
+                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, FIXED_ORDER)),
             (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
                            BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
-                           DETERMINISTIC)),
+                           FIXED_ORDER)),
             (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
                            BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
             (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
                      lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
-                     HALVES, Q_STAGES, DOUT_STAGES, DETERMINISTIC)),
+                     HALVES, Q_STAGES, DOUT_STAGES, FIXED_ORDER)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, DETERMINISTIC, True)),
+                             PACKED, FIXED_ORDER, True)),
             (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, DETERMINISTIC, False)),
+                             PACKED, FIXED_ORDER, False)),
         ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
@@ -1224,17 +1274,19 @@ def _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads
 
 
 @triton.jit(do_not_specialize=[
-    "right", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor",
+    "right", "batch", "seqlen_q", "seqlen_k", "padded_rows", "num_tiles", "num_heads", "num_counters", "lse_factor",
 ])  # fmt: skip
 def backward_rows(
-    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, packing, right, batch, seqlen_q, padded_rows, num_tiles,
-    num_heads, num_counters, lse_factor, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SUM_D: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, dq, window, packing, right, batch, seqlen_q, seqlen_k,
+    padded_rows, num_tiles, num_heads, num_counters, lse_factor, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    QUERY_TILE: tl.constexpr, SUM_D: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in counters and dq_sum.
 
     dq_sum: SUM_D numbers a row, or None; they stay as they are in sequences of `is_alone`, where `right` is not None.
-    lse_factor: -1 / scale, or -log2(e) under a softcap. Rows past the end and rows without a key get what makes p 0.
+    dq: None, or where to write zeros for the tiles of QUERY_TILE rows that see no key. lse_factor: -1 / scale, or -log2(e)
+    under a softcap. Rows past the end and rows without a key get what makes p 0.
     """
     program = tl.program_id(0)
     if program <= num_counters // CLEARED:
@@ -1263,11 +1315,18 @@ def backward_rows(
         if right is not None:
             cleared = cleared & (is_alone(lengths, right, TILE_N) == 0)
         tl.store(dq_sum + padded[:, None] * SUM_D + cols, tl.zeros((TILE_M, BLOCK_D), tl.float32), mask=cleared)
+    if dq is not None:
+        if packing.cu_seqlens_q is None:
+            lengths = Lengths(0, 0, seqlen_q, seqlen_k)
+        keys = masks.key_range(row_begin // QUERY_TILE * QUERY_TILE, lengths, window, QUERY_TILE, TILE_N)
+        if keys.begin >= keys.end:
+            store_tile(head_ptr(dq, sequence, start, head), tl.zeros((TILE_M, BLOCK_D), tl.float32), row_begin,
+                       lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE)  # fmt: skip
 
 
 @triton.jit
 def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(ROWS, BLOCK_D) from numbers as they lie in dq_sum: pieces of PIECE rows and columns, as `_add_piece` adds them.
+    """(ROWS, BLOCK_D) from numbers as they lie in dq_sum: pieces of PIECE rows and columns, as `_give_piece` adds them.
 
     In a piece lie 8 columns of all rows, and in these 16 rows of a warp, their numbers in the order of a wgmma's accumulators.
     Pieces of fewer rows are transposed.
@@ -1431,11 +1490,6 @@ def _sum_columns(problem, config):
     return sum_columns(live_columns(problem.head_dim, padded_dim(problem.head_dim, 2)), config.tile_m)
 
 
-def has_fixed_order(problem, config):
-    """Whether a deterministic call must order anything: sums of dq, or of dk and dv over heads that share keys."""
-    return problem.deterministic and (backward_config.stores_dq(problem, config) != "all" or problem.group_size > config.splits)
-
-
 def _right_of_stored(problem, config):
     """For `is_alone` in the kernels before and after; None where they need not ask it."""
     if backward_config.stores_dq(problem, config) != "some":
@@ -1445,7 +1499,7 @@ def _right_of_stored(problem, config):
 
 def num_counters(problem, config):
     """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
-    if has_fixed_order(problem, config):
+    if backward_config.has_fixed_order(problem, config):
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
     return 1 + (problem.batch * problem.num_heads_kv * config.parts if problem.group_size > config.splits else 0)
 
@@ -1471,18 +1525,19 @@ def _delta(problem, call):
 
 
 def launch_rows(problem, config, call, launch=launch_now):
+    stores = backward_config.stores_dq(problem, config)
     num_tiles = padded_rows(problem) // ROW_TILE
     grid = (num_tiles * total_heads(problem),)
     kernel_arguments = (
         rows_of(call.out), rows_of(call.dout), None if call.dlse is None else rows_of(call.dlse, lse=True),
-        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, call.dq_sum, call.counters,
-        Packing(*call.operands[3:7]), _right_of_stored(problem, config), problem.batch, problem.seqlen_q, padded_rows(problem),
-        num_tiles, problem.num_heads, num_counters(problem, config),
-        -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
+        rows_of(call.lse, lse=True), call.neg_lse, call.neg_delta, None if stores == "last" else call.dq_sum, call.counters,
+        rows_of(call.dq) if stores == "last" else None, masks.Window(*problem.window), Packing(*call.operands[3:7]),
+        _right_of_stored(problem, config), problem.batch, problem.seqlen_q, problem.seqlen_k, padded_rows(problem), num_tiles,
+        problem.num_heads, num_counters(problem, config), -LOG2_E.value if problem.softcap else -1 / problem.softmax_scale,
     )  # fmt: skip
     constexprs = {
-        "TILE_M": ROW_TILE, "TILE_N": config.tile_n, "SUM_D": _sum_columns(problem, config),
-        "HEAD_DIM_V": problem.head_dim_v, "BLOCK_D": padded_dim(problem.head_dim, 2),
+        "TILE_M": ROW_TILE, "TILE_N": config.tile_n, "QUERY_TILE": config.tile_m, "SUM_D": _sum_columns(problem, config),
+        "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_D": padded_dim(problem.head_dim, 2),
         "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
     }  # fmt: skip
     launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
@@ -1528,13 +1583,13 @@ def launch_main(problem, config, call, launch):
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
-        "DETERMINISTIC": has_fixed_order(problem, config), "REGISTERS": config.registers,
+        "FIXED_ORDER": backward_config.has_fixed_order(problem, config), "REGISTERS": config.registers,
     }  # fmt: skip
     launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
 
 def launch_convert(problem, config, call, launch):
-    if call.dq_sum is None:
+    if backward_config.stores_dq(problem, config) in ("all", "last"):
         return
     rows = min(config.tile_m, PIECE.value)
     num_tiles = padded_rows(problem) // rows
@@ -1572,9 +1627,9 @@ def heads_in_groups(problem, config):
     """
     causal = problem.window[1] is not None
     group_size = problem.group_size // config.splits
-    fixed = has_fixed_order(problem, config)
+    fixed = backward_config.has_fixed_order(problem, config)
     # Which heads go down changes the order of sums
-    programs = programs_in_order(fixed, config.num_programs)
+    programs = programs_in_order(problem.deterministic, config.num_programs)
     if fixed and not causal:
         rows = 2 * programs * config.tile_m // group_size
         return (rows, 1) if problem.varlen else (max(1, rows // triton.cdiv(problem.seqlen_q, config.query_parts)), 0)

@@ -95,10 +95,9 @@ def _has_few_rows(problem) -> bool:
     return few <= 0.93 * many
 
 
-def stores_dq(problem, config):
-    """Whose dq is stored, not summed: of "no" sequence, of "all", or in packed calls of "some", as `backward.is_alone` says.
-
-    Those are looked at where sequences have up to two tiles of keys on average.
+def _alone(problem, config):
+    """Whose keys are one tile, and seen in part by each query, as `backward.is_alone` says: "no" sequence's, "all", or in
+    packed calls those of "some": these are looked at where sequences have up to two tiles of keys on average.
     """
     left, right = problem.window
     if left is not None:
@@ -107,6 +106,43 @@ def stores_dq(problem, config):
         return "some" if problem.total_k <= 2 * config.tile_n * problem.batch else "no"
     every_row = right is None or problem.seqlen_k - problem.seqlen_q + right >= 0
     return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
+
+
+# The order is fixed where a query sees up to so many keys, by the larger padded head dim. Time over that of the order of
+# arrival, H200, single runs, medians of 6 shuffled rounds, 16384 tokens of 2048 columns, full and causal; head dim 64: 512
+# tokens 0.91, 0.95, 2048 0.91, 0.92, 8192 full 0.93, 16384 causal 0.96; 128: 512 0.96, 0.90, 1024 0.98, 0.96, 2048 1.00, 0.96,
+# 4096 causal 1.00, 8192 full 1.06, 16384 causal 1.01; packed 32 x 512 causal 0.94. Not of few tiles, whose programs begin one
+# after the other: 2 x 1024 of 16 heads of 128 1.16; nor with a window: 255 and 1023 keys of 16k at 64 1.12, 1.03; nor where
+# heads share keys: 2 x 8192, 32 heads, 8 of keys, 1.42.
+_MOST_KEYS_IN_ORDER = {64: None, 128: 2100}
+_TILES_A_PROGRAM_IN_ORDER = 3
+
+
+def has_fixed_order(problem, config) -> bool:
+    """Whether sums are added up in a fixed order: where a deterministic call has any, and where it takes less time."""
+    alone, shares_keys = _alone(problem, config), problem.group_size > config.splits
+    if problem.deterministic:
+        return alone != "all" or shares_keys
+    block = max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2))
+    if alone != "no" or shares_keys or problem.window[0] is not None or block not in _MOST_KEYS_IN_ORDER:
+        return False
+    most_keys = _MOST_KEYS_IN_ORDER[block]
+    tiles = problem.batch * -(-problem.seqlen_k // config.tile_n)
+    if problem.varlen:
+        tiles = problem.total_k // config.tile_n
+    is_many = problem.num_heads * tiles >= _TILES_A_PROGRAM_IN_ORDER * config.num_programs
+    return is_many and (most_keys is None or problem.mean_keys <= most_keys)
+
+
+def stores_dq(problem, config):
+    """Whose dq the main kernel writes in its dtype, no kernel after it: of "no" sequence; of "all" or "some" as `_alone` says;
+    or, in a fixed order, of all by the "last" tile of keys that adds to it.
+    """
+    alone = _alone(problem, config)
+    if alone == "all" or not has_fixed_order(problem, config):
+        return alone
+    # With larger head dims it takes longer: 256 causal 8 x 2048 1.21, 192/128 has 208 bytes of spills
+    return "last" if max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)) <= 128 else "no"
 
 
 # Steps that the begin and the end of a walk take, and so many what adds the parts. H200, us, single run, medians of 5 shuffled
@@ -142,8 +178,8 @@ def configs(problem, device) -> dict:
         if min(blocks) == 256:
             # What shared memory holds, with a piece of dq or without
             config = replace(FLAT, num_stages=3 if stores_dq(problem, FLAT) == "no" else 2)
-    if problem.deterministic:
-        # A third takes 0.99 to 1.05 of the time of two where the order is fixed (one run, not recorded).
-        config = replace(config, dscores_stages=min(config.dscores_stages, 2))
     config = replace(config, num_programs=device.num_sms, splits=group_splits(problem, config.tile_n, device.num_sms))
+    if has_fixed_order(problem, config):
+        # A third takes 0.99 to 1.08 of the time of two where the order is fixed (single runs, not recorded).
+        config = replace(config, dscores_stages=min(config.dscores_stages, 2))
     return {"backward": replace(config, query_parts=query_parts(problem, config))}
