@@ -94,6 +94,8 @@ def test_parts_of_queries_in_the_backward(capsys):
     shape = ("--mode", "fwd_bwd", "--target", "H200", "-b", "1", "--seqlen-q", "4k", "--nheads", "10", "-d", "64")
     assert "parts of the queries" in explain(capsys, *shape, "-s", "77")[1]
     assert "parts of the queries" not in explain(capsys, *shape, "-s", "4k")[1]
+    assert "in a fixed order" not in explain(capsys, *shape, "-s", "77")[1]
+    assert "sums in a fixed order" in explain(capsys, *shape, "-s", "4k", "--nheads", "32")[1]
 
 
 @pytest.mark.parametrize("flags, words", [

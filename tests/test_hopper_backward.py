@@ -379,7 +379,7 @@ def test_the_order_is_fixed_where_that_takes_less_time():
         problem = AttentionProblem(batch, seqlen, seqlen, heads, heads_kv or heads, head_dim, head_dim, torch.bfloat16,
                                    softmax_scale=0.1, **options)  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
-        found = backward_config.has_fixed_order(problem, config)
+        found = config.fixed_order
         assert not found or config.dscores_stages <= 2
         assert not found or options.get("deterministic") or backward_config.stores_dq(problem, config) == "last"
         return found
@@ -483,7 +483,8 @@ def test_all_counters_are_cleared_and_nothing_else(deterministic):
         batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, num_heads=heads, num_heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
         dtype=torch.float32, softmax_scale=1.0, deterministic=deterministic,
     )  # fmt: skip
-    config = replace(backward_config.configs(problem, hardware.by_name("H200"))["backward"], splits=1)
+    config = replace(backward_config.configs(problem, hardware.by_name("H200"))["backward"], splits=1,
+                     fixed_order=deterministic)  # fmt: skip
     assert config.tile_m == 32
     count, rows = backward.num_counters(problem, config), backward.padded_rows(problem) * batch * heads
     assert count > backward.CLEARED.value

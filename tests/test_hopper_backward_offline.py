@@ -113,7 +113,8 @@ def _compile(call):
         assert (configs["backward"].splits > 1) == (heads_kv < 4)
         assert not short or configs["backward"].tile_m == 64
         if name != "parts":
-            configs["backward"] = replace(configs["backward"], splits=1)
+            config = replace(configs["backward"], splits=1)
+            configs["backward"] = replace(config, fixed_order=backward_config.has_fixed_order(problem, config))
         if name != "few units":
             configs["backward"] = replace(configs["backward"], query_parts=1)
         assert (configs["backward"].query_parts > 1) == (name == "few units")

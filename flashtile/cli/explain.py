@@ -209,4 +209,5 @@ def _tiles(config):
     for name, whole in (("splits", "a group of heads"), ("query_parts", "the queries")):
         parts = getattr(config, name, 1)
         words += f", {parts} parts of {whole}" if parts > 1 else ""
+    words += ", sums in a fixed order" if getattr(config, "fixed_order", False) else ""
     return f"{words}, {heads} heads a tile" if heads > 1 else words

@@ -1499,7 +1499,7 @@ def _right_of_stored(problem, config):
 
 def num_counters(problem, config):
     """See `attention_backward`. Programs of backward_rows, four a head or more, clear CLEARED each: more than there are."""
-    if backward_config.has_fixed_order(problem, config):
+    if config.fixed_order:
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
     return 1 + (problem.batch * problem.num_heads_kv * config.parts if problem.group_size > config.splits else 0)
 
@@ -1583,7 +1583,7 @@ def launch_main(problem, config, call, launch):
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "Q_STAGES": config.num_stages, "DOUT_STAGES": config.dout_stages, "DSCORES_STAGES": config.dscores_stages,
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
-        "FIXED_ORDER": backward_config.has_fixed_order(problem, config), "REGISTERS": config.registers,
+        "FIXED_ORDER": config.fixed_order, "REGISTERS": config.registers,
     }  # fmt: skip
     launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
 
@@ -1627,7 +1627,7 @@ def heads_in_groups(problem, config):
     """
     causal = problem.window[1] is not None
     group_size = problem.group_size // config.splits
-    fixed = backward_config.has_fixed_order(problem, config)
+    fixed = config.fixed_order
     # Which heads go down changes the order of sums
     programs = programs_in_order(problem.deterministic, config.num_programs)
     if fixed and not causal:

@@ -26,6 +26,8 @@ class BackwardConfig(KeyTileConfig):
     num_programs: int = 132
     # of a head, each with a dk and dv of its own
     query_parts: int = 1
+    # of sums, see `has_fixed_order`
+    fixed_order: bool = False
 
     @property
     def parts(self) -> int:
@@ -139,7 +141,7 @@ def stores_dq(problem, config):
     or, in a fixed order, of all by the "last" tile of keys that adds to it.
     """
     alone = _alone(problem, config)
-    if alone == "all" or not has_fixed_order(problem, config):
+    if alone == "all" or not config.fixed_order:
         return alone
     # With larger head dims it takes longer: 256 causal 8 x 2048 1.21, 192/128 has 208 bytes of spills
     return "last" if max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)) <= 128 else "no"
@@ -181,5 +183,5 @@ def configs(problem, device) -> dict:
     config = replace(config, num_programs=device.num_sms, splits=group_splits(problem, config.tile_n, device.num_sms))
     if has_fixed_order(problem, config):
         # A third takes 0.99 to 1.08 of the time of two where the order is fixed (single runs, not recorded).
-        config = replace(config, dscores_stages=min(config.dscores_stages, 2))
+        config = replace(config, fixed_order=True, dscores_stages=min(config.dscores_stages, 2))
     return {"backward": replace(config, query_parts=query_parts(problem, config))}

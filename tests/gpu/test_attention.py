@@ -241,6 +241,15 @@ def test_random_configurations(tier, chunk, poisoned):
         checks.check_attention(case, dtype, "cuda", seed=seed)
 
 
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("case", [case.scaled(3) for case in CASES], ids=lambda case: case.name)
+def test_fixed_order(tier, case, poisoned):
+    """Every case with sums in a fixed order, which calls of many tiles of keys have too; of several tiles of keys."""
+    case = replace(case, deterministic=True)
+    skip_refused(tier, case, torch.bfloat16)
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", REPEATED)
 def test_bits_repeat(tier, name, deterministic):
