@@ -43,6 +43,7 @@ DOCS = {
     "backward-groups": ("geomeans", "backends-bwd"),
     "few-keys": ("geomeans", "backends-fwd"),
     "few-keys-train": ("geomeans", "backends-bwd"),
+    "few-queries": ("geomeans", "backends-fwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),

@@ -32,7 +32,8 @@ def attention(
             divided by 1 - dropout_p. The mask comes from torch's default generator of q's device.
         deterministic: the same bits in every backward pass. The portable and CPU tiers always give them; the Hopper tier then
             sums in a fixed order (its time: benchmarks/results/nvidia-h200/deterministic.json). Else dq, and dk and dv where
-            query heads share keys, may differ there in their last bits.
+            query heads share keys, may differ there in their last bits, but in calls where that order takes less time
+            (`flashtile explain` says so).
         return_lse: also return the log-sum-exp of each row; gradients flow through it.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32
