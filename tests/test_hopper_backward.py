@@ -389,6 +389,7 @@ def test_the_order_is_fixed_where_that_takes_less_time():
     assert fixed(32, 512, 16, 128, total_q=32 * 512, total_k=32 * 512)
     assert fixed(4, 4096, 16, 128, **causal) and not fixed(4, 4096, 16, 128)
     assert not fixed(2, 8192, 16, 128, **causal) and not fixed(2, 1024, 16, 128)
+    assert not fixed(8, 2048, 32, 64, softcap=20.0) and not fixed(8, 2048, 32, 64, dropout_p=0.1)
     assert not fixed(1, 16384, 32, 64, window=(1023, 0)) and not fixed(8, 2048, 16, 192) and not fixed(64, 128, 16, 64)
     assert not fixed(8, 2048, 32, 64, heads_kv=8, **causal) and fixed(8, 2048, 32, 64, heads_kv=8, deterministic=True)
 

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
           "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
           "alone deterministic": 8, "alone packed": 64, "few units": 16, "causal in order": 48, "packed in order": 112,
-          "dropout in order": 80, "features in order": 80, "short in order": 0, "alone grouped": 16}  # fmt: skip
+          "dropout in order": 120, "features in order": 80, "short in order": 0, "alone grouped": 16}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},

@@ -126,7 +126,8 @@ def has_fixed_order(problem, config) -> bool:
     if problem.deterministic:
         return alone != "all" or shares_keys
     block = max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2))
-    if alone != "no" or shares_keys or problem.window[0] is not None or block not in _MOST_KEYS_IN_ORDER:
+    is_unmeasured = problem.softcap or problem.dropout_p or block not in _MOST_KEYS_IN_ORDER
+    if alone != "no" or shares_keys or problem.window[0] is not None or is_unmeasured:
         return False
     most_keys = _MOST_KEYS_IN_ORDER[block]
     tiles = problem.batch * -(-problem.seqlen_k // config.tile_n)
