@@ -7,12 +7,12 @@
 
 A program owns TILE_N keys of one key-value head at a time, and walks over the query tiles of all heads of its group; scores are
 computed once. dq_sum is the one fp32 tensor in memory: each step adds to it from registers, in the order of a product's
-accumulators, four numbers of a thread at once (`_give_piece`), and the kernel after puts them in rows. It does not run in a
-fixed order (below), nor where one tile has all keys: dq has one product then, and leaves in the dtype through shared memory
-(`_store_piece`), and there is no dq_sum; in packed calls for those sequences of which it is true (`is_alone`). neg_lse and
-neg_delta are not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in each half of
-a step and an addition an element. Programs stay, and take the next tile of keys from a counter in global memory, which the
-kernel before clears.
+accumulators, four numbers of a thread at once (`_give_piece`), and the kernel after puts them in rows. It does not run where
+who comes last writes dq (below), nor where one tile has all keys: dq has one product then, and leaves in the dtype through
+shared memory (`_store_piece`), and there is no dq_sum; in packed calls for those sequences of which it is true (`is_alone`).
+neg_lse and neg_delta are not subtracted: the products start from them as accumulators, which saves 16 to 32 live registers in
+each half of a step and an addition an element. Programs stay, and take the next tile of keys from a counter in global memory,
+which the kernel before clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
 keys, since walks begin where others are (below). All else has the same bits in every run. All has them in a fixed order, which
@@ -1135,7 +1135,7 @@ def attention_backward(
     `_load`. table: of `schedule.plan_packed` for tiles of keys, or None. GROUP_SIZE: with each of `splits` parts of a group of
     heads (None for one) as a group of its own. num_heads_kv: besides with each of query_parts of the queries (None for one) as
     a head of its own, as in dk_desc and dv_desc. dq_desc: where dq is stored, None where all is added to dq_sum, which is None
-    where all is stored; with both `is_alone` decides for each sequence.
+    where all is stored; with both, in a fixed order the last to add stores, else `is_alone` decides for each sequence.
     """
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64

@@ -120,12 +120,17 @@ _MOST_KEYS_IN_ORDER = {64: None, 128: 2100}
 _TILES_A_PROGRAM_IN_ORDER = 3
 
 
+def _block(problem) -> int:
+    """The larger padded head dim."""
+    return padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
+
+
 def has_fixed_order(problem, config) -> bool:
     """Whether sums are added up in a fixed order: where a deterministic call has any, and where it takes less time."""
     alone, shares_keys = _alone(problem, config), problem.group_size > config.splits
     if problem.deterministic:
         return alone != "all" or shares_keys
-    block = max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2))
+    block = _block(problem)
     is_unmeasured = problem.softcap or problem.dropout_p or block not in _MOST_KEYS_IN_ORDER
     if alone != "no" or shares_keys or problem.window[0] is not None or is_unmeasured:
         return False
@@ -145,7 +150,7 @@ def stores_dq(problem, config):
     if alone == "all" or not config.fixed_order:
         return alone
     # With larger head dims it takes longer: 256 causal 8 x 2048 1.21, 192/128 has 208 bytes of spills
-    return "last" if max(padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)) <= 128 else "no"
+    return "last" if _block(problem) <= 128 else "no"
 
 
 # Steps that the begin and the end of a walk take, and so many what adds the parts. H200, us, single run, medians of 5 shuffled
