@@ -147,7 +147,7 @@ def _combine_cpu(out_partial, lse_partial, out_dtype):
 
 @torch.library.impl("flashtile::combine", "CUDA")
 def _combine_cuda(out_partial, lse_partial, out_dtype):
-    from flashtile.portable import combine
+    from flashtile.device import combine
 
     out, lse = _combine_fake(out_partial, lse_partial, out_dtype)
     with hardware.on_device_of(out_partial):

@@ -52,8 +52,9 @@ def merge_rows(out_ptrs, lse_ptrs, out_stride, lse_stride, first, rest, step, nu
         lse = tl.max(lse, 3) * LOG2_E
         row_max = tl.maximum(state.row_max, tl.max(lse, 2))
         reference = softmax.pivot(row_max)
-        correction = tl.exp2(state.row_max - reference)
-        weights = tl.exp2(lse - reference[:, :, None])
+        # A sink of inf is in one part, which takes all
+        correction = tl.where(state.row_max == reference, 1.0, tl.exp2(state.row_max - reference))
+        weights = tl.where(lse == reference[:, :, None], 1.0, tl.exp2(lse - reference[:, :, None]))
         part = tl.where((weights > 0.0)[:, :, :, None], weights[:, :, :, None] * part, 0.0)
         acc = acc * correction[:, :, None] + tl.sum(part, 2)
         state = softmax.OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(weights, 2))

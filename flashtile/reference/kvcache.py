@@ -110,7 +110,8 @@ def combine(out_partial, lse_partial, out_dtype):
     # (splits, batch, seqlen_q, heads, 1)
     lse = lse_partial.double().transpose(2, 3)[..., None]
     total = torch.logsumexp(lse, 0)
-    weights = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0))
+    # Of a part with a sink of inf, which takes all, lse and total are inf
+    weights = torch.where(lse == total, 1.0, torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0)))
     out = torch.where(lse == float("-inf"), 0.0, out_partial.double() * weights).sum(0)
     return out.to(out_dtype), total[..., 0].transpose(1, 2).float().contiguous()
 
