@@ -209,7 +209,7 @@ class HopperConfig:
     l2_bytes: keys and values of the heads in work together. lazy: acc is rescaled only where a maximum grew by much, and p v is
     waited for after the exponentials; else a row's sum stays in parts until the end. heads: of a group that share a tile, by
     their queries side by side. rest_apart: of q and k those columns that count past the first 128 have memory of their own, so
-    that larger tiles fit.
+    that larger tiles fit. key_parts: of the keys of a tile, each with an out and lse of its own, see `_key_parts`.
     """
 
     tile_m: int
@@ -219,6 +219,7 @@ class HopperConfig:
     lazy: bool = False
     heads: int = 1
     rest_apart: bool = False
+    key_parts: int = 1
 
     @property
     def queries(self) -> int:
@@ -316,15 +317,60 @@ def hopper_config(problem, device) -> HopperConfig:
         if (block_dim <= row.block_dim and (row.max_keys is None or keys <= row.max_keys)
                 and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])
                 and (row.when is None or row.when(problem, device.num_sms))):  # fmt: skip
-            return replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
+            config = replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
+            return replace(config, key_parts=_key_parts(problem, device, config))
     raise KeyError(block_dim)
+
+
+# H200, us, fitted to single runs: what a multiprocessor takes for 128 queries by 128 keys, by padded head dim, and to begin and
+# end a part of a tile; what a call takes to launch, and to launch the kernel that merges; bytes a us that this one moves, and
+# at which keys and values come.
+_TILE_US = {64: 1.1, 128: 1.33, 256: 2.4}
+_PART_US, _LAUNCH_US, _MERGE_US, _MERGED_A_US, _READ_A_US = 2, 7, 3.5, 2.9e6, 3.4e6
+_MOST_KEY_PARTS = 16
+
+
+def _key_parts(problem, device, config) -> int:
+    """Parts of the keys of a tile of the Hopper forward: more than one where tiles are too few, or too unlike, to end together.
+
+    Not with dropout, whose numbers belong to a head: of out and lse each part has heads of its own.
+    """
+    programs = programs_in_order(problem.deterministic, device.num_sms)
+    tiles = problem.batch * problem.num_heads // config.heads * -(-problem.mean_queries // config.queries)
+    left, right = problem.window
+    seen = problem.seqlen_k if left is None else min(problem.seqlen_k, left + (right or 0) + config.queries)
+    if problem.dropout_p or not tiles or not seen or tiles > 4 * programs:
+        return 1
+    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
+    tile_us = _TILE_US[block_dim] * config.tile_m * config.tile_n / 128**2
+    # In key tiles, of the longest tile and what the shortest has less
+    longest, less = seen / config.tile_n, 2 * max(0, seen - problem.mean_keys) / config.tile_n
+    itemsize = problem.dtype.itemsize
+    out_bytes = problem.batch * problem.mean_queries * problem.num_heads * problem.head_dim_v * itemsize
+    row_bytes = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * itemsize
+    read_us = (problem.total_k if problem.varlen else problem.batch * problem.seqlen_k) * row_bytes / _READ_A_US
+
+    def time(parts):
+        units = tiles * parts
+
+        def unit(number):
+            """The time of one, of which so many are longer: some program has two of the first `programs` + 1."""
+            return -(-max(1, longest - less * number / units) // parts) * tile_us + _PART_US
+
+        ends = max((i + 1) * unit(i * programs) for i in range(-(-units // programs)))
+        ends = max(ends, tiles * ((longest - less / 2) * tile_us + parts * _PART_US) / programs, read_us)
+        return _LAUNCH_US + ends + (_MERGE_US + (parts + 1) * out_bytes / _MERGED_A_US if parts > 1 else 0)
+
+    best = min(range(1, min(_MOST_KEY_PARTS, int(longest) or 1) + 1), key=time)
+    return best if time(best) <= 0.93 * time(1) else 1
 
 
 def _heads_a_tile(problem, device, tile_m) -> int:
     """How many heads share the tiles of the Hopper forward: all of a group, or 1.
 
-    All, where queries are few, so that this halves the number of tiles at least, and the tiles are more than can run at once.
-    ALiBi and dropout ask for the head of each row, which the kernel knows for lse and sinks only.
+    All, where queries are few, so that this halves the number of tiles at least, and the tiles are more than can run at once,
+    or keys are many, so that parts of them are. ALiBi and dropout ask for the head of each row, which the kernel knows for lse
+    and sinks only.
     """
     group = problem.group_size
     # the rows of a consumer hold whole groups
@@ -332,7 +378,7 @@ def _heads_a_tile(problem, device, tile_m) -> int:
         return 1
     tiles, shared = -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
     in_waves = problem.batch * problem.num_heads_kv * tiles > device.num_sms
-    return group if in_waves and 2 * shared <= tiles else 1
+    return group if (in_waves or problem.seqlen_k >= 1024) and 2 * shared <= tiles else 1
 
 
 # Slots of the least box of a page, where TMA loads it
@@ -548,10 +594,11 @@ DECODE = (
 
 
 def cuts_keys(problem, device) -> bool:
-    """Whether a forward has so few queries that the kernel of caches, which cuts keys into parts, is for it.
+    """Whether a forward has so few queries that the portable kernel of caches, which cuts keys into parts, is for it.
 
-    That is where three quarters of a tile of 64 rows, queries of all heads of a group, are empty, of many keys half, or where
-    tiles leave three quarters of the multiprocessors without work, of more keys half of them. problem: AttentionProblem.
+    On Hopper those fill less than half of a tile, since its own kernel cuts keys too (`_key_parts`). That is where three
+    quarters of a tile of 64 rows, queries of all heads of a group, are empty, of many keys half, or where tiles leave three
+    quarters of the multiprocessors without work, of more keys half of them. problem: AttentionProblem.
 
     Time over that of the other forward (H200, bf16, single runs, cold L2; batch, queries, keys, heads, head dim): 1, 1, 64k,
     32 on 8, 128 0.11; 64, 4, 2k, 16, 128 1.00; 64, 16, 2k, 8, 128 1.01; 64, 16, 1k, 12, 64 0.96; 64, 32, 1k, 12, 64 1.07;

@@ -44,11 +44,12 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture
 def forget():
     """A function that forgets plans; they are forgotten at the end too."""
-    from flashtile import dispatch, ops
+    from flashtile import dispatch, kvcache_ops, ops
 
     def clear():
         dispatch.plan.cache_clear()
         ops._CALLS.__init__()
+        kvcache_ops._CALLS.__init__()
 
     yield clear
     clear()
@@ -60,6 +61,15 @@ def cut_keys(monkeypatch, forget):
     from flashtile import tiles
 
     monkeypatch.setattr(tiles, "cuts_keys", lambda problem, device: not problem.varlen and not problem.dropout_p)
+    forget()
+
+
+@pytest.fixture
+def three_parts(monkeypatch, forget):
+    """Tiles of the Hopper forward have three parts of their keys, as those of few queries and many keys do."""
+    from flashtile import tiles
+
+    monkeypatch.setattr(tiles, "_key_parts", lambda problem, device, config: 1 if problem.dropout_p else 3)
     forget()
 
 

@@ -45,12 +45,13 @@ def test_tiles_of_a_target(capsys, target, batch, plan):
     assert ("not hopper: " in text) == plan.startswith("portable")
 
 
-@pytest.mark.parametrize("batch, seqlen_q, heads, shared", [
-    ("32", "16", "32", True), ("1", "16", "32", False), ("32", "128", "32", False), ("32", "16", "12", False),
+@pytest.mark.parametrize("batch, seqlen_q, keys, heads, shared", [
+    ("32", "16", "512", "32", True), ("1", "16", "4096", "32", True), ("1", "16", "512", "32", False),
+    ("32", "128", "4096", "32", False), ("32", "16", "4096", "12", False),
 ])  # fmt: skip
-def test_heads_share_tiles_where_queries_are_few(capsys, batch, seqlen_q, heads, shared):
-    """Not where all tiles run at once, not where there would be more than half as many, not a group of 3."""
-    code, text = explain(capsys, "--target", "H200", "-b", batch, "--seqlen-q", seqlen_q, "-s", "4096", "-d", "128", "--nheads",
+def test_heads_share_tiles_where_queries_are_few(capsys, batch, seqlen_q, keys, heads, shared):
+    """Not where all tiles of few keys run at once, not where there would be more than half as many, not a group of 3."""
+    code, text = explain(capsys, "--target", "H200", "-b", batch, "--seqlen-q", seqlen_q, "-s", keys, "-d", "128", "--nheads",
                          heads, "--nheads-kv", "4")  # fmt: skip
     assert code == 0
     assert (", 8 heads a tile" in text) == shared
@@ -67,7 +68,7 @@ def test_decode_on_a_cache(capsys):
     shape = ("--mode", "decode", "--target", "H200", "-s", "8k", "--nheads", "32", "--nheads-kv", "8", "-d", "128")
     code, text = explain(capsys, *shape, "-b", "1")
     assert code == 0 and "b1 sq1 sk8192 h32/8 d128 bf16" in text and "0.13 GFLOP tensors 32 MiB" in text
-    assert "portable: decode 16x64 warps 4 stages 3 not hopper: has tiles of 128 rows, of which 1 of a sequence" in text
+    assert "portable: decode 16x64 warps 4 stages 3 not hopper: has tiles of 128 rows, of which 4 of a sequence" in text
     assert "128 programs share the keys of all sequences evenly" in text
     code, text = explain(capsys, *shape, "-b", "8", "--page-size", "64", "--seqlen-q", "300")
     assert code == 0 and "pages of 64" in text and "hopper: decode 128x128" in text
@@ -96,6 +97,14 @@ def test_parts_of_queries_in_the_backward(capsys):
     assert "parts of the queries" not in explain(capsys, *shape, "-s", "4k")[1]
     assert "in a fixed order" not in explain(capsys, *shape, "-s", "77")[1]
     assert "sums in a fixed order" in explain(capsys, *shape, "-s", "4k", "--nheads", "32")[1]
+
+
+def test_parts_of_the_keys_in_the_forward(capsys):
+    """512 queries of eight heads are 32 tiles."""
+    shape = ("--target", "H200", "-b", "1", "--seqlen-q", "512", "--nheads", "8", "-d", "128", "--no-compile")
+    assert "4 parts of the keys" in explain(capsys, *shape, "-s", "32k")[1]
+    assert "parts of the keys" not in explain(capsys, *shape, "-s", "512")[1]
+    assert "4 parts of the keys" in explain(capsys, "--mode", "decode", *shape, "-s", "32k")[1]
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -26,7 +26,12 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("softcap packed", 64): 40, ("softcap packed", 256): 152, ("softcap dropout", 64): 56, ("softcap dropout", 128): 8,
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,
           ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8,
-          ("packed", 192): 112, ("window", 256): 120}  # fmt: skip
+          ("packed", 192): 112, ("window", 256): 120,
+          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 24, ("parts packed", 64): 16,
+          ("parts causal", 128): 8, ("parts window", 128): 24, ("parts heads", 128): 8,
+          ("parts", 192): 128, ("parts causal", 192): 112, ("parts window", 192): 128, ("parts packed", 192): 128,
+          ("parts heads", 192): 24, ("parts", 256): 48, ("parts causal", 256): 72, ("parts window", 256): 72,
+          ("parts features", 256): 168, ("parts packed", 256): 48, ("parts heads", 256): 88}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("causal", 64): 80, ("bias", 64): 112, ("packed", 64): 88, ("packed", 256): 56, ("softcap", 64): 48,
                        ("softcap", 128): 16, ("softcap window", 64): 64, ("softcap packed", 64): 72,
@@ -38,7 +43,7 @@ OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "bias": {"causal": True, "has_alibi": True},
-    "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True},
+    "features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True, "has_sinks": True},
     "softcap": {"causal": True, "softcap": 50.0},
     "softcap window": {"window": (1023, 0), "softcap": 50.0},
     "softcap packed": {"causal": True, "softcap": 50.0},
@@ -55,6 +60,13 @@ OPTIONS = {
     "window": {"window": (1023, 0)},
     "packed": {"causal": True},
     "short packed": {"causal": True},
+    # of the keys, merged by another kernel
+    "parts": {},
+    "parts causal": {"causal": True},
+    "parts window": {"window": (1023, 0)},
+    "parts features": {"window": (200, 100), "softcap": 20.0, "has_alibi": True, "has_sinks": True},
+    "parts packed": {"causal": True},
+    "parts heads": {"causal": True, "has_sinks": True},
 }
 
 pytestmark = [
@@ -82,12 +94,11 @@ def _problem(dims, name, seqlen, window=None):
         options["window"] = window
     packed = "packed" in name
     # Of the eight heads of a group, which share tiles
-    seqlen_q, num_heads = (16, 32) if name == "heads" else (seqlen, 4)
+    seqlen_q, num_heads = (16, 32) if "heads" in name else (seqlen, 4)
     total = 64 * seqlen if packed else None
     return AttentionProblem(
         batch=64, seqlen_q=seqlen_q, seqlen_k=seqlen, num_heads=num_heads, num_heads_kv=4, head_dim=dims[0], head_dim_v=dims[1],
-        dtype=torch.bfloat16, softmax_scale=0.1, has_sinks=name == "features", total_q=total, total_k=total,
-        same_lengths=packed, **options,
+        dtype=torch.bfloat16, softmax_scale=0.1, total_q=total, total_k=total, same_lengths=packed, **options,
     )  # fmt: skip
 
 
@@ -104,6 +115,8 @@ def _chosen():
         yield dims, "short", 1024, None
         yield dims, "short packed", 1024, None
         yield from ((dims, "window", 16384, window) for window in WINDOWS)
+        for seqlen in (16384, 640):
+            yield from ((dims, name, seqlen, None) for name in OPTIONS if name.startswith("parts"))
     yield (256, 256), "features", 4096, None
     yield (128, 128), "rare", 4096, None
     yield (256, 256), "heads", 4096, None
@@ -114,7 +127,7 @@ def _config(call):
     from flashtile import hardware, tiles
 
     config = tiles.hopper_config(_problem(*call), hardware.by_name("H200"))
-    return replace(config, heads=8) if call[1] == "heads" else config
+    return replace(config, heads=8 if "heads" in call[1] else 1, key_parts=4 if "parts" in call[1] else 1)
 
 
 def _calls():
@@ -150,7 +163,8 @@ def _compile(call):
     with offline.launches(90, sass=True, ptxas=True) as reports:
         forward.launch(problem, config, operands)
     block_dim = padded_dim(head_dim, 2) if name == "columns" else head_dim
-    return {"call": f"{config.tile_m}x{config.tile_n} d{head_dim} {name}", "kind": (name, block_dim), **asdict(reports[-1])}
+    (report,) = (report for report in reports if report.kernel == "attention_forward")
+    return {"call": f"{config.tile_m}x{config.tile_n} d{head_dim} {name}", "kind": (name, block_dim), **asdict(report)}
 
 
 @pytest.fixture(scope="module")

@@ -75,26 +75,59 @@ def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
     assert tile(8192, 64, **many, **causal) == four and tile(8192, 64, **many) == wide
 
 
+def few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim=128, **options):
+    return AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim, torch.bfloat16, softmax_scale=1.0,
+                            **options)  # fmt: skip
+
+
 def test_few_queries_of_many_keys_go_to_the_kernel_of_caches():
-    """Where tiles of 64 rows are nearly empty, or too few multiprocessors have one; on any GPU."""
+    """Where tiles of 64 rows are nearly empty, or too few multiprocessors have one; on Hopper the first alone."""
     from flashtile import dispatch
 
-    def cuts(batch, seqlen_q, seqlen_k, heads, heads_kv, device="H200", **options):
-        problem = AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0,
-                                   **options)  # fmt: skip
-        device = hardware.by_name(device)
+    def cuts(*shape, device="A100", **options):
+        problem, device = few_queries(*shape, **options), hardware.by_name(device)
         plan = dispatch.plan(problem, device, "forward")
-        assert (set(plan.configs) == {"decode"}) == cuts_keys(problem, device)
-        assert "decode" not in plan.configs or plan.tier == "portable"
-        return cuts_keys(problem, device)
+        assert (set(plan.configs) == {"decode"}) == (cuts_keys(problem, device) and plan.tier == "portable")
+        return "decode" in plan.configs
 
-    assert cuts(1, 1, 65536, 32, 8) and cuts(128, 1, 1024, 32, 8) and cuts(1, 256, 1024, 8, 8) and cuts(1, 512, 4096, 8, 8)
-    assert cuts(1, 64, 65536, 8, 8, "A100") and cuts(1, 4, 2000, 8, 8, window=(None, 0))
-    assert cuts(64, 16, 1024, 12, 12) and cuts(64, 32, 4096, 12, 12) and cuts(4, 64, 2048, 16, 16) and cuts(1, 512, 3000, 8, 8)
+    assert cuts(1, 1, 65536, 32, 8) and cuts(128, 1, 1024, 32, 8) and cuts(1, 128, 1024, 8, 8) and cuts(1, 256, 4096, 8, 8)
+    assert cuts(1, 64, 65536, 8, 8) and cuts(1, 4, 2000, 8, 8, window=(None, 0))
+    assert cuts(64, 16, 1024, 12, 12) and cuts(64, 32, 4096, 12, 12) and cuts(3, 64, 2048, 16, 16) and cuts(1, 384, 3000, 8, 8)
     assert not cuts(64, 17, 1024, 12, 12) and not cuts(64, 33, 4096, 12, 12) and not cuts(4, 64, 1024, 16, 16)
     assert not cuts(1, 1, 1000, 32, 8) and not cuts(1, 512, 1024, 8, 8) and not cuts(2, 4096, 4096, 16, 16)
     assert not cuts(1, 1, 65536, 32, 8, dropout_p=0.1) and not cuts(1, 4, 65536, 8, 8, window=(100, 0))
     assert not cuts(2, 1, 65536, 32, 8, total_q=2, total_k=100000)
+    assert cuts(1, 1, 65536, 32, 8, device="H200") and cuts(64, 16, 1024, 12, 12, device="H200")
+    assert not cuts(1, 512, 4096, 8, 8, device="H200") and not cuts(1, 32, 16384, 32, 8, device="H200")
+
+
+def test_keys_of_few_tiles_are_cut_into_parts():
+    """As many parts as fill the multiprocessors; causal tiles, which are unlike, also where these all have one."""
+    from flashtile import dispatch
+    from flashtile.kvcache_problem import CacheProblem
+
+    def parts(*shape, **options):
+        config = hopper_config(few_queries(*shape, **options), hardware.by_name("H200"))
+        return config.key_parts
+
+    causal = {"window": (None, 0)}
+    assert [parts(1, n, 32768, 8, 8) for n in (256, 512, 1024, 2048, 8192)] == [8, 4, 2, 1, 1]
+    assert [parts(1, 4096, 4096, heads, heads, **causal) for heads in (4, 8, 32)] == [2, 1, 1]
+    assert parts(1, 2048, 2048, 4, 4, **causal) == 3 and parts(2, 300, 4096, 4, 4, 256) == 5
+    # To read the keys takes longer than the products
+    assert parts(4, 64, 2048, 16, 16) == 1
+    assert parts(1, 512, 32768, 8, 8, dropout_p=0.1) == 1 and parts(1, 512, 0, 8, 8) == 1
+    # Few of the keys are in a window
+    assert parts(1, 512, 32768, 8, 8, window=(255, 0)) == 1
+    # By the mean of packed sequences; a deterministic call has the parts of 132 multiprocessors, whatever the GPU has
+    assert parts(4, 512, 32768, 2, 2, total_q=2048, total_k=4 * 32768) == 4
+    assert parts(1, 512, 32768, 8, 8, deterministic=True) == 4
+    # Heads of a group share a tile
+    shared = hopper_config(few_queries(1, 32, 16384, 32, 8), hardware.by_name("H200"))
+    assert shared.heads == 4 and shared.key_parts > 4
+    problem = CacheProblem(1, 512, 32768, 8, 1, 128, 128, torch.bfloat16, torch.bfloat16, page_size=64, softmax_scale=1.0)
+    plan = dispatch.plan(problem, hardware.by_name("H200"), "decode")
+    assert plan.tier == "hopper" and plan.configs["decode"].key_parts == 4
 
 
 def test_keys_that_a_query_sees():

@@ -458,6 +458,9 @@ PRESETS = {
             Shape("16", "4k", seqlen_q="1", nheads="32", nheads_kv="8", headdim="128"),
             Shape("1", "32k", seqlen_q="16,64,256", nheads="16", headdim="64"),
             Shape("1", "4k,32k", seqlen_q="512", nheads="8", headdim="128"),
+            Shape("1", "16k", seqlen_q="64", nheads="32", nheads_kv="8", headdim="128"),
+            # few heads, of a model on several GPUs
+            Shape("1", "4k", nheads="4", headdim="64,128", causal="yes"),
             # Flamingo's and Perceiver's latents
             Shape("8", "2k", seqlen_q="64", nheads="8", headdim="64"),
             Shape("1", "50176", seqlen_q="512", nheads="8", headdim="128"),
@@ -502,7 +505,9 @@ PRESETS = {
                 ("2", "8k", "2k", "64", "64", "16,64"), ("2", "8k", "2k", "16", "256", "16,64"),
             )
             for pages in (None, page_sizes)
-        ),
+        )
+        # one of a model's key-value heads, each on a GPU
+        + (Shape("1", "8k,32k,128k", seqlen_q="512", nheads="8", nheads_kv="1", headdim="128", causal="yes", page_size="64"),),
     ),
     "paper": Preset(
         "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",

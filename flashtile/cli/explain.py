@@ -206,7 +206,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
 def _tiles(config):
     heads = getattr(config, "heads", 1)
     words = f"{config.tile_m}x{config.tile_n} warps {config.num_warps} stages {config.num_stages}"
-    for name, whole in (("splits", "a group of heads"), ("query_parts", "the queries")):
+    for name, whole in (("splits", "a group of heads"), ("query_parts", "the queries"), ("key_parts", "the keys")):
         parts = getattr(config, name, 1)
         words += f", {parts} parts of {whole}" if parts > 1 else ""
     words += ", sums in a fixed order" if getattr(config, "fixed_order", False) else ""

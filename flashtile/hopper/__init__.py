@@ -63,13 +63,14 @@ def yields(problem, device, direction) -> str | None:
         return reason
     if direction == "decode":
         return _yields_decode(problem, device)
-    if direction == "forward" and tiles.cuts_keys(problem, device):
-        return f"{problem.seqlen_q} queries of {problem.seqlen_k} keys; the portable kernel of caches cuts keys into parts"
     if direction == "forward" and not tiles.resident_config(problem, device):
+        config = tiles.hopper_config(problem, device)
+        if tiles.cuts_keys(problem, device) and (reason := _leaves_empty(config, problem.seqlen_q)):
+            return reason
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).
         sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
-        num_tiles = sequences * problem.num_heads * -(-rows // tiles.hopper_config(problem, device).tile_m)
+        num_tiles = sequences * problem.num_heads * -(-rows // config.tile_m) * config.key_parts
         if 2 * num_tiles <= device.num_sms:
             return f"fills {num_tiles} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
         block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
@@ -79,14 +80,26 @@ def yields(problem, device, direction) -> str | None:
     return None
 
 
+def _leaves_empty(config, queries) -> str | None:
+    """Why a call with so many queries of a sequence is better left to the portable kernel of caches, or None.
+
+    With half of a tile's rows that one is as fast or faster where this one's keys would be in parts: H200, us, single runs, 32
+    heads on 8 of 128, 16 queries of 32k keys in pages 54.7 (60.3), of 64k 86.2 (84.8), but 32 queries of 16k 38.0 (36.3).
+    """
+    rows = queries * config.heads
+    if 2 * rows >= config.tile_m + (config.key_parts > 1):
+        return None
+    return f"has tiles of {config.tile_m} rows, of which {rows} of a sequence leave most empty"
+
+
 def _yields_decode(problem, device) -> str | None:
     packed = problem.as_packed()
     config = tiles.hopper_config(packed, device)
     # The longest of packed sequences may be one of many: as if all had their mean
-    rows = min(problem.seqlen_q, packed.mean_queries) * config.heads
-    if 2 * rows < config.tile_m:
-        return f"has tiles of {config.tile_m} rows, of which {rows} of a sequence leave most empty"
-    num_tiles = problem.batch * problem.num_heads // config.heads * -(-rows // config.tile_m)
+    queries = min(problem.seqlen_q, packed.mean_queries)
+    if reason := _leaves_empty(config, queries):
+        return reason
+    num_tiles = problem.batch * problem.num_heads // config.heads * -(-queries // config.queries) * config.key_parts
     block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
     if -(-num_tiles // device.num_sms) * device.num_sms > _TIMES_DECODE[block_dim] * num_tiles:
         return f"has {num_tiles} tiles for {device.num_sms} multiprocessors; the portable kernel cuts their keys into parts"

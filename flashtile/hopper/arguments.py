@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from flashtile import counters, hardware
-from flashtile.device import schedule
+from flashtile.device import combine, schedule
 from flashtile.device.compat import TensorDescriptor, gl
 from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
@@ -13,7 +13,7 @@ from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
 from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
-from flashtile.outputs import forward_outputs
+from flashtile.outputs import forward_outputs, fresh
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
 
@@ -81,25 +81,55 @@ def bind_forward(kernel, problem, config):
     # Rows that no sequence uses are as empty ones
     allocate = forward_outputs(problem, cleared=problem.has_seqused_q)
     is_empty = problem.seqlen_k == 0 or 0 in problem.lse_shape
+    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+    of_parts = new_parts(rows, problem, config)
 
     def call(operands):
         out, lse = allocate(operands.q)
         if is_empty:
             return _without_keys(out, lse, operands.sinks)
         table = out.new_empty(table_size, dtype=torch.int32) if table_size else None
-        launches.run(*operands, out, lse, table, counters.zeros(lse, 2))
+        launches.run(*operands, out, lse, *of_parts(lse), table, counters.zeros(lse, 2))
         return out, lse
 
     return call
 
 
 def _start_forward(kernel, problem, config, launch, *tensors):
-    *operands, out, lse, table, counter = tensors
+    *operands, out, lse, out_parts, lse_parts, table, counter = tensors
     operands = Operands(*operands)
     if table is not None:
         _plan_forward(launch, problem, config, operands, out, lse, table)
-    arguments, constexprs, grid = forward_arguments(problem, config, operands, out, lse, table, counter)
+    written = (out, lse) if out_parts is None else (out_parts, lse_parts)
+    arguments, constexprs, grid = forward_arguments(problem, config, operands, *written, table, counter)
     launch(kernel, grid, arguments, constexprs, num_warps=4)
+    launch_merge(launch, out, lse, out_parts, lse_parts)
+
+
+def new_parts(rows, problem, config):
+    """A function of a tensor where they are: out and lse of each part of the keys, as heads side by side, or None for one part.
+
+    rows: (batch, seqlen) or (total,). problem: AttentionProblem or CacheProblem.
+    """
+    if config.key_parts == 1:
+        return lambda like: (None, None)
+    num_heads = config.key_parts * problem.num_heads
+    new_out = fresh((*rows, num_heads, problem.head_dim_v), problem.dtype)
+    new_lse = fresh((*rows[:-1], num_heads, rows[-1]), torch.float32)
+    if problem.varlen:
+        # Rows of no sequence
+        return lambda like: (new_out(like), new_lse(like).fill_(float("-inf")))
+    return lambda like: (new_out(like), new_lse(like))
+
+
+def launch_merge(launch, out, lse, out_parts, lse_parts):
+    """Merge what the parts that `new_parts` made have, if it made some."""
+    if out_parts is None:
+        return
+    if out.dim() == 3:
+        out, lse, out_parts, lse_parts = (x[None] for x in (out, lse, out_parts, lse_parts))
+    out_parts = out_parts.unflatten(-2, (-1, out.shape[-2])).permute(2, 0, 1, 3, 4)
+    combine.launch(out_parts, lse_parts.unflatten(1, (-1, out.shape[-2])).transpose(0, 1), out, lse, launch)
 
 
 def bind_resident(kernel, problem, config):
@@ -234,7 +264,7 @@ def _half_first(problem, config):
     """
     shift = _shift(problem)
     return (
-        problem.causal and shift is not None and shift % config.tile_n == 0
+        problem.causal and config.key_parts == 1 and shift is not None and shift % config.tile_n == 0
         and config.queries == 2 * ROWS == config.tile_n and not config.lazy
         and not problem.softcap and not problem.has_alibi and not problem.dropout_p
     )  # fmt: skip
@@ -254,7 +284,7 @@ def _cut_last(problem, config):
     left, right = problem.window
     shift, queries = _shift(problem), ROWS // config.heads
     return (
-        left is not None and left >= config.tile_n - 1 and (right is None or right >= 0)
+        left is not None and config.key_parts == 1 and left >= config.tile_n - 1 and (right is None or right >= 0)
         and shift is not None and shift >= 0 and (shift - left) % queries in (0, 1)
         and not config.lazy and not problem.dropout_p
     )  # fmt: skip
@@ -341,8 +371,9 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         describe(operands.k, rows_k, box_k), describe(operands.k, rows_k, min(rest, box_k)) if rest else None,
         describe(operands.v, rows_k, box_v), describe(out, ROWS, out_columns, config.heads), lse, counter, table,
         *(pages or (None, None, None)), Window(*problem.window), score_params, cap, operands.sinks, dropout, lse.shape[-1],
-        (num_heads * config.heads - 1) * problem.seqlen_q if problem.varlen and lse.dim() == 3 else None, problem.seqlen_q,
-        problem.seqlen_k, num_tiles, num_heads, total_heads, *heads_in_groups(problem, config, num_tiles, num_sms),
+        (problem.num_heads * config.key_parts - 1) * problem.seqlen_q if problem.varlen and lse.dim() == 3 else None,
+        problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads, total_heads,
+        *heads_in_groups(problem, config, num_tiles, num_sms), config.key_parts if config.key_parts > 1 else None,
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
@@ -351,7 +382,7 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
         "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers,
         "LOAD_WARPS": load_warps, "LAZY": config.lazy,
-        "MASK_FIRST": problem.varlen or left is not None or right is not None or problem.seqlen_k % config.tile_n != 0,
+        "MASK_FIRST": problem.varlen or problem.masked or config.key_parts > 1 or problem.seqlen_k % config.tile_n != 0,
         "MASK_OTHERS": mask_others,
         "OWN_OUT": own_out,
         "HALF_FIRST": _half_first(problem, config),
@@ -360,4 +391,4 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "BIAS": bias,
         "BOUNDED": bounded, "GATHERED": gathered,
     }  # fmt: skip
-    return arguments, constexprs, (min(num_sms, programs),)
+    return arguments, constexprs, (min(num_sms, programs * config.key_parts),)

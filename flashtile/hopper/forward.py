@@ -138,6 +138,8 @@ class Variant:
     # Whether the softcap's logits are in base 2, and weights relative to 0
     BOUNDED: bool
     PACKED: bool
+    # Whether the keys of a tile are cut into parts, see `_tile_part`
+    CUTS: bool
 
 
 @gluon.constexpr_function
@@ -170,11 +172,13 @@ class Ring(NamedTuple):
 
 
 class LseRows(NamedTuple):
-    """stride: from head to head. apart: of a packed call, what lies between two sequences beside the first's rows, or None."""
+    """stride: from head to head, of which a sequence has num_heads. apart: of a packed call, what lies between two sequences
+    beside the first's rows, or None."""
 
     ptr: Any
     stride: Any
     apart: Any
+    num_heads: Any
 
 
 class Keys(NamedTuple):
@@ -189,7 +193,8 @@ class Keys(NamedTuple):
 class Part(NamedTuple):
     """What a consumer, or all together, do of one tile: queries from row_begin on, key tiles [begin, end).
 
-    head is the number of the group where its heads share the tile.
+    head is the number of the group where its heads share the tile. With CUTS it counts through all parts of keys: those of the
+    first, those of the second and so on, as heads of out and lse do; `_head_of` is that of q, k and v.
     """
 
     batch: Any
@@ -209,12 +214,17 @@ def _slot(step, NUM_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
+def _tile_part(unit, order, table, lengths, window, parts, TILE_M: gl.constexpr, TILE_N: gl.constexpr):
     """The part of all consumers together, and the lengths of its sequence.
 
-    At least one key tile, so that empty rows need no path of their own; an end of 0 says that there is no such tile.
+    At least one key tile, so that empty rows need no path of their own; an end of 0 says that there is no such tile. parts: of
+    the key tiles, each a unit of its own, or None for one. A part that gets none has one behind the last, which hides all keys.
     """
     LAST_FIRST: gl.constexpr = window.right is not None
+    number = 0
+    if parts is not None:
+        number = unit % parts
+        unit = unit // parts
     if table is None:
         exists = unit < order.total_heads * order.num_tiles
         work = schedule.tile_of_unit(unit, order, LAST_FIRST)
@@ -225,8 +235,23 @@ def _tile_part(unit, order, table, lengths, window, TILE_M: gl.constexpr, TILE_N
     tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
     end = gl.maximum(tiles.end, 1)
     begin = gl.minimum(tiles.begin, end - 1)
+    head = work.head
+    if parts is not None:
+        head += number * order.num_heads
+        count = end - begin
+        end = begin + (number + 1) * count // parts
+        begin = begin + number * count // parts
+        behind = gl.maximum(gl.cdiv(lengths.seqlen_k, TILE_N), 1)
+        end = gl.where(begin < end, end, behind + 1)
+        begin = gl.where(end > behind, behind, begin)
     end = gl.where(exists, end, 0)
-    return Part(work.batch, work.head, row_begin, begin, end, 0, 0), lengths
+    return Part(work.batch, head, row_begin, begin, end, 0, 0), lengths
+
+
+@gluon.jit
+def _head_of(part, num_heads, variant: gl.constexpr):
+    """The head of q, or the number of the group whose heads share the tile."""
+    return part.head % num_heads if variant.CUTS else part.head
 
 
 @gluon.constexpr_function
@@ -323,7 +348,8 @@ def _left_slot(ring, left):
 
 
 @gluon.jit
-def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant: gl.constexpr, CONSUMER: gl.constexpr):
+def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, num_heads, variant: gl.constexpr,
+            CONSUMER: gl.constexpr):  # fmt: skip
     """Queries of a consumer; with SPLIT_Q a slot has half of their columns."""
     slot, phase, left, left_phase = _q_slots(index, CONSUMER, variant.NUM_CONSUMERS)
     PACKED: gl.constexpr = variant.PACKED
@@ -331,7 +357,7 @@ def _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant: gl.constex
     REST: gl.constexpr = variant.LIVE_D - COL
     row = part.row_begin + _place(CONSUMER, variant) * (ROWS // variant.HEADS)
     place, row = boxes.place(part.batch, lengths.start_q, lengths.seqlen_q, row, PACKED)
-    head, row = _head_and_row(part.head, row, variant.HEADS)
+    head, row = _head_and_row(_head_of(part, num_heads, variant), row, variant.HEADS)
     mbarrier.wait(ring.q_free.index(slot), phase ^ 1)
     if q_rest_desc is None:
         _load_rows(q_desc, ring.q_smem.index(slot), ring.q_ready.index(slot), place, head, row, REST, PACKED, COL)
@@ -405,10 +431,10 @@ def _answer(numbers):
 
 
 @gluon.jit
-def _keys_of(part, lengths, pages, variant: gl.constexpr):
+def _keys_of(part, lengths, pages, num_heads, variant: gl.constexpr):
     """The keys of a tile's first step, which are its last ones."""
     row = (part.end - 1) * variant.TILE_N
-    head = part.head // variant.GROUP_SIZE
+    head = _head_of(part, num_heads, variant) // variant.GROUP_SIZE
     if pages is not None:
         return Keys(part.batch, head, lengths.start_k + row, lengths.start_k + lengths.seqlen_k)
     else:
@@ -447,7 +473,7 @@ def _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages,
 
 
 @gluon.jit
-def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window, parts,
           variant: gl.constexpr):  # fmt: skip
     """The producer: all tiles of this program, and all loads but those of `_load_apart`."""
     TILE_N: gl.constexpr = variant.TILE_N
@@ -457,12 +483,12 @@ def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order
     index = 0
     step = 0
     before = Keys(0, 0, 0, 0)
-    part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, TILE_M, TILE_N)
+    part, lengths = _tile_part(gl.program_id(0), order, table, lengths, window, parts, TILE_M, TILE_N)
     _publish(ring, part, lengths, index, variant)
     while part.end > 0:
         for consumer in gl.static_range(NUM_CONSUMERS):
-            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, variant, consumer)
-        first = _keys_of(part, lengths, pages, variant)
+            _load_q(q_desc, q_rest_desc, ring, index, part, lengths, order.num_heads, variant, consumer)
+        first = _keys_of(part, lengths, pages, order.num_heads, variant)
         steps = part.end - part.begin
         for i in range(steps - 2):
             _load_step(k_desc, k_rest_desc, v_desc, ring, step, i, first, before, pages, variant)
@@ -470,7 +496,7 @@ def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order
         numbers = _ask_next(counter, WARPS)
         if steps > 1:
             _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 2, first, before, pages, variant)
-        next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, TILE_M, TILE_N)
+        next_part, next_lengths = _tile_part(_answer(numbers), order, table, lengths, window, parts, TILE_M, TILE_N)
         _load_step(k_desc, k_rest_desc, v_desc, ring, step, steps - 1, first, before, pages, variant)
         before = Keys(first.place, first.head, first.row - (steps - 1) * TILE_N, first.stop)
         step += steps
@@ -488,13 +514,13 @@ def _load(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order
 
 
 @gluon.jit
-def _load_apart(v_desc, ring, pages, lengths, variant: gl.constexpr):
+def _load_apart(v_desc, ring, pages, lengths, num_heads, variant: gl.constexpr):
     """The producer of values, where they have one of their own."""
     index = 0
     step = 0
     part, lengths = _receive(ring, lengths, index, variant.PACKED, variant.LOAD_WARPS, True)
     while part.end > 0:
-        first = _keys_of(part, lengths, pages, variant)
+        first = _keys_of(part, lengths, pages, num_heads, variant)
         steps = part.end - part.begin
         for i in range(steps):
             keys = Keys(first.place, first.head, first.row - i * variant.TILE_N, first.stop)
@@ -842,8 +868,7 @@ def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _store(out_desc, lse, ring, acc, row_lse, part, lengths, num_heads, slot, left, HEADS: gl.constexpr,
-           PACKED: gl.constexpr):  # fmt: skip
+def _store(out_desc, lse, ring, acc, row_lse, part, lengths, slot, left, HEADS: gl.constexpr, PACKED: gl.constexpr):
     """Write 64 rows of out, through shared memory, and of lse. The store of out is still under way at the end.
 
     left: slot for the left half of out, and the other has the right one; for all of it where the rest of q is apart. None: the
@@ -878,7 +903,7 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, num_heads, slot, le
         if lse.apart is not None:
             head_lse += part.batch * lse.apart.to(gl.int64)
     else:
-        head_lse = lse.ptr + (part.batch * (num_heads * HEADS) + heads).to(gl.int64) * lse.stride
+        head_lse = lse.ptr + (part.batch * lse.num_heads + heads).to(gl.int64) * lse.stride
     gl.store(head_lse + rows, row_lse, mask=rows < lengths.seqlen_q)
 
 
@@ -912,7 +937,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
     part = _consumer_part(whole, lengths, window, HEADS, TILE_N, PLACE)
-    slope = scores.load_slope(score_params, part.batch, part.head)
+    slope = scores.load_slope(score_params, part.batch, _head_of(part, num_heads, variant))
     bias = None
     if variant.BIAS:
         bias = _bias_operand(slope, TILE_N)
@@ -964,7 +989,8 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         next_whole, next_lengths = _receive(ring, lengths, index, PACKED)
         more = next_whole.end > 0
         next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, PLACE)
-        next_slope = scores.load_slope(score_params, next_part.batch, next_part.head) if more else slope
+        next_head = _head_of(next_part, num_heads, variant)
+        next_slope = scores.load_slope(score_params, next_part.batch, next_head) if more else slope
         if variant.BIAS:
             bias = _bias_operand(next_slope, TILE_N)
         skipped = part.begin - whole.begin
@@ -1000,12 +1026,16 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         if sinks is not None:
             row_layout: gl.constexpr = state.row_max.type.layout
             heads = _rows_and_heads(part, HEADS, row_layout)[1]
-            state, correction = softmax.absorb_sink(state, gl.load(sinks + heads).to(gl.float32))
+            sink = gl.load(sinks + (heads % (num_heads * HEADS) if variant.CUTS else heads)).to(gl.float32)
+            if variant.CUTS:
+                # Of parts the first one has it
+                sink = gl.where(heads < num_heads * HEADS, sink, NEG_INF)
+            state, correction = softmax.absorb_sink(state, sink)
             acc = columns.scale(acc, correction)
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * dropout.keep_scale
-        _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths, num_heads,
+        _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths,
                CONSUMER if OWN_OUT else q_slot, left if SPLIT_Q and not OWN_OUT else None, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
             tma_store_wait(0)
@@ -1067,31 +1097,32 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
 
 @gluon.jit(do_not_specialize=[
     "table_stride", "num_pages", "lse_stride", "lse_apart", "seqlen_q", "seqlen_k", "num_tiles", "num_heads", "total_heads",
-    "heads_per_group", "tail_heads",
+    "heads_per_group", "tail_heads", "parts",
 ])  # fmt: skip
 def attention_forward(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, pages, table_stride, num_pages, window,
     score_params, cap, sinks, dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads,
-    heads_per_group, tail_heads, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-    LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-    SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
-    LOAD_WARPS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr, MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr,
-    HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr, LAST_ROWS_FIRST: gl.constexpr,
-    BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
+    heads_per_group, tail_heads, parts, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
+    MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr,
+    LAST_ROWS_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
 
     table: of `schedule`, or None. In a packed call heads_per_group counts rows of keys. pages, table_stride, num_pages: of
-    `cache.Pages` of PAGE_SIZE tokens, or None. lse_stride, lse_apart: see LseRows. Constants: see Variant. REGISTERS,
-    LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; where these are the first warps they get the
-    registers that are left.
+    `cache.Pages` of PAGE_SIZE tokens, or None. parts: of the keys of a tile, each with heads of out and lse of its own, which
+    `device.combine` merges, or None (without dropout). lse_stride, lse_apart: see LseRows. Constants: see Variant.
+    REGISTERS, LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; where these are the first warps they
+    get the registers that are left.
     """
     VALUES_APART: gl.constexpr = pages is not None and not GATHERED
     variant: gl.constexpr = _variant(
         GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS,
         VALUES_APART, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST,
-        LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None,
+        LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None, parts is not None,
     )  # fmt: skip
     if table is not None:
         num_tiles = gl.load(table)
@@ -1101,22 +1132,25 @@ def attention_forward(
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
     ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
-    rows = LseRows(lse, lse_stride, lse_apart)
+    out_heads = num_heads * HEADS
+    if parts is not None:
+        out_heads = out_heads * parts
+    rows = LseRows(lse, lse_stride, lse_apart, out_heads)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
     if NUM_CONSUMERS == 2 and VALUES_APART:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+                     parts, variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
         ], [4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
+                     parts, variant)),
         ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3 and VALUES_APART:
         gl.warp_specialize([
@@ -1124,13 +1158,13 @@ def attention_forward(
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+                     parts, variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
         ], [4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3 and pages is None:
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
+                     parts, variant)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
@@ -1141,7 +1175,7 @@ def attention_forward(
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
+                     parts, variant)),
         ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif VALUES_APART:
         gl.warp_specialize([
@@ -1150,8 +1184,8 @@ def attention_forward(
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, variant)),
+                     parts, variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
         ], [4, 4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -1160,7 +1194,7 @@ def attention_forward(
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
             (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     variant)),
+                     parts, variant)),
         ], [4, 4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def _is_rows(q) -> bool:
 
 
 class Call:
-    """Append, list the tiles, attend: three launches at most. For calls of one kind, see `portable.decode.Call`.
+    """Append, list the tiles, attend, merge: four launches at most. For calls of one kind, see `portable.decode.Call`.
 
     device: the hardware.Device that it is for, if that is not where the operands are.
     """
@@ -55,6 +55,7 @@ class Call:
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
+        self.of_parts = arguments.new_parts(out_shape[:-2], problem, config)
         self.new_table = fresh((arguments.table_entries(self.packed, config),), torch.int32)
         self.rows_apart, self.page_rows = rows_apart(operands.k_cache), tiles.page_rows(problem, config)
         self.launches = Launches(self.start)
@@ -68,11 +69,11 @@ class Call:
         rows = self.new_q(q) if self.new_q is not None else None
         if self.copies_q:
             rows.copy_(q)
-        self.launches.run(*operands, out, lse, rows, self.new_table(q), counters.zeros(q, 2))
+        self.launches.run(*operands, out, lse, rows, *self.of_parts(q), self.new_table(q), counters.zeros(q, 2))
         return out, (lse if self.problem.return_lse else None)
 
     def start(self, launch, *tensors):
-        *operands, out, lse, q, table, counter = tensors
+        *operands, out, lse, q, out_parts, lse_parts, table, counter = tensors
         operands = CacheOperands(*operands)
         if q is None:
             q = operands.q
@@ -89,8 +90,9 @@ class Call:
                    arguments.max_query_tiles(self.packed, self.config))  # fmt: skip
         arguments.launch_table(launch, schedule.plan_cached, 1, planned, self.config.queries)
         attended = Operands(q, operands.k_cache, operands.v_cache, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
+        written = (out, lse) if out_parts is None else (out_parts, lse_parts)
         values, constexprs, grid = arguments.forward_arguments(
-            self.packed, self.config, attended, out, lse, table, counter, pages, problem.page_size or 0,
-            self.page_rows,
+            self.packed, self.config, attended, *written, table, counter, pages, problem.page_size or 0, self.page_rows,
         )
         launch(attention_forward, grid, values, constexprs, num_warps=4)
+        arguments.launch_merge(launch, out, lse, out_parts, lse_parts)

@@ -5,6 +5,7 @@
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py ladder
     compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
     FLASHTILE_TIER=hopper,portable compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py kvcache
+    FLASHTILE_TIER=hopper,portable compute-sanitizer --tool memcheck  python tests/gpu/sanitize.py parts
 
 Names of cases after the tier: those alone. Run it once without the checker first, so that kernels are compiled. Where the tier
 refuses, portable steps in.
@@ -115,8 +116,16 @@ def main(tier, *names):
     if tier == "control":
         hand_over()
         return
-    os.environ["FLASHTILE_TIER"] = f"{tier},portable"
     cases = named(*names) if names else FEATURES
+    if tier == "parts":
+        # Three of the keys of each tile
+        from flashtile import tiles
+
+        tiles._key_parts = lambda problem, device, config: 1 if problem.dropout_p else 3
+        tiles.resident_config = lambda problem, device: None
+        run_cases(cases)
+        return run_kvcache()
+    os.environ["FLASHTILE_TIER"] = f"{tier},portable"
     run_cases(cases)
     if tier == "hopper":
         # Cases are small: the forward of few keys has most of them. Now the one that has all options and long calls

@@ -91,6 +91,20 @@ def test_keys_in_parts(tier, case, dtype, cut_keys, poisoned):
     checks.check_attention(case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES + SHORT if not c.dropout_p], ids=lambda case: case.name)
+def test_three_parts(tier, case, dtype, three_parts, long_keys, poisoned):
+    """Of cases of fewer key tiles some parts have none."""
+    skip_refused(tier, case, dtype)
+    checks.check_attention(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+def test_an_infinite_sink_in_one_of_three_parts(tier, three_parts, long_keys, poisoned):
+    checks.check_infinite_sink(BY_NAME["sinks_causal_gqa"], torch.bfloat16, "cuda")
+
+
 @pytest.fixture
 def long_keys(monkeypatch, forget):
     """Few keys are loaded in a loop, as many are."""

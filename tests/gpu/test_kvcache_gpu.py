@@ -57,6 +57,11 @@ def test_hopper_case(case, dtype, poisoned, monkeypatch):
         pytest.skip(str(error).splitlines()[1])
 
 
+@pytest.mark.parametrize("case", [*CASES, *(replace(c.scaled(11), name=f"{c.name}_11") for c in CASES)], ids=lambda c: c.name)
+def test_hopper_case_in_three_parts(case, three_parts, poisoned, monkeypatch):
+    test_hopper_case(case, torch.bfloat16, poisoned, monkeypatch)
+
+
 PREFILL = CacheCase("prefill", (1100, 0, 1733, 640, 3, 2048), seqlen_q=300, new=300, capacity=2560, causal=True, heads=8)
 
 
@@ -71,6 +76,12 @@ def test_prefill(head_dim, page_size, poisoned, monkeypatch):
     packed = dict(new=None, lengths_q=(150, 0, 300, 1, 77, 256), lengths_new=(150, 3, 300, 1, 77, 256), tail=5)
     for more in (case, replace(case, window=(200, 0)), replace(case, **packed)):
         check_cache(more, torch.bfloat16, "cuda", seed=5)
+
+
+@pytest.mark.parametrize("page_size", [None, 7, 16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, (192, 128)], ids=str)
+def test_prefill_in_three_parts(head_dim, page_size, three_parts, poisoned, monkeypatch):
+    test_prefill(head_dim, page_size, poisoned, monkeypatch)
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
@@ -92,6 +103,11 @@ def test_prefill_reads_nothing_left_of_the_window(page_size, monkeypatch):
     if torch.cuda.get_device_capability() == (9, 0):
         monkeypatch.setenv("FLASHTILE_TIER", "hopper")
     torch.testing.assert_close(flashtile.attention_with_kvcache(q, k_cache, v_cache, **options), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+def test_bits_of_prefills_in_three_parts_repeat(page_size, three_parts):
+    test_bits_of_prefills_repeat(page_size)
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
