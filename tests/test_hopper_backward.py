@@ -59,10 +59,10 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(out + 2 * i + 1, head)
 
     @triton.jit
-    def _units(out, count, order, table, seqlen, TILE_N: tl.constexpr):
+    def _units(out, count, order, table, seqlen, TILE_N: tl.constexpr, ALL_DOWN: tl.constexpr = False):
         for unit in range(count):
             lengths = Lengths(0, 0, seqlen, seqlen)
-            work, goes_up, exists, lengths = backward.work_of_unit(unit, order, table, lengths, TILE_N, True)
+            work, goes_up, exists, lengths = backward.work_of_unit(unit, order, table, lengths, TILE_N, True, ALL_DOWN)
             tl.store(out + 5 * unit, work.batch)
             tl.store(out + 5 * unit + 1, work.head)
             tl.store(out + 5 * unit + 2, work.tile)
@@ -225,10 +225,12 @@ def test_parts_of_queries_have_each_tile_once(parts):
     assert (tiles[:, 5:] == 1).all() and not tiles[:, :5].any()
 
 
+@pytest.mark.parametrize("all_down", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tail_heads", [0, 1, 2, 6])
-def test_who_is_waited_for_has_begun(tail_heads, packed):
-    """In a fixed order each tile of keys comes once, after those whose turns are before its own; the last heads go down."""
+def test_who_is_waited_for_has_begun(tail_heads, packed, all_down):
+    """In a fixed order each tile of keys comes once, after those whose turns are before its own; the last heads go down, or
+    all."""
     tile, heads = 16, 3
     lengths = [40, 5, 0, 64, 33] if packed else [100, 100]
     num_tiles = [-(-length // tile) for length in lengths]
@@ -242,7 +244,7 @@ def test_who_is_waited_for_has_begun(tail_heads, packed):
         order = (sum(num_tiles), heads, heads * len(lengths), 64 * tail_heads, 1)
     units = sum(num_tiles) * heads
     out = torch.full((units + 2, 5), -1, dtype=torch.int32)
-    _units[(1,)](out, units + 2, schedule.Order(*order), table, lengths[0], tile)
+    _units[(1,)](out, units + 2, schedule.Order(*order), table, lengths[0], tile, all_down)
     assert out[:, 4].tolist() == [1] * units + [0, 0]
     taken = {}
     for batch, head, n_tile, goes_up, _exists in out[:units].tolist():
@@ -254,7 +256,9 @@ def test_who_is_waited_for_has_begun(tail_heads, packed):
         (goes_up,) = directions
         assert tiles == list(range(num_tiles[batch]))[:: -1 if goes_up else 1]
     down = [name for name, (_tiles, directions) in taken.items() if directions == {0}]
-    if packed and tail_heads:
+    if all_down:
+        assert len(down) == len(taken)
+    elif packed and tail_heads:
         assert (len(lengths) - 1, heads - 1) in down and all((len(lengths) - 1 - batch) % 2 == 0 for batch, _head in down)
     elif not packed:
         assert sorted(down) == sorted(taken)[len(taken) - tail_heads :]
@@ -371,7 +375,7 @@ def test_dq_of_one_tile_of_keys_is_stored():
 
 
 def test_the_order_is_fixed_where_that_takes_less_time():
-    """Without deterministic=True too: of many tiles of keys, where neither heads share them nor a window ends on the left."""
+    """Without deterministic=True too: of many tiles of keys, where a query sees as many as have been measured."""
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem
 
@@ -391,7 +395,12 @@ def test_the_order_is_fixed_where_that_takes_less_time():
     assert not fixed(2, 8192, 16, 128, **causal) and not fixed(2, 1024, 16, 128)
     assert not fixed(8, 2048, 32, 64, softcap=20.0) and not fixed(8, 2048, 32, 64, dropout_p=0.1)
     assert not fixed(1, 16384, 32, 64, window=(1023, 0)) and not fixed(8, 2048, 16, 192) and not fixed(64, 128, 16, 64)
-    assert not fixed(8, 2048, 32, 64, heads_kv=8, **causal) and fixed(8, 2048, 32, 64, heads_kv=8, deterministic=True)
+    assert fixed(1, 16384, 16, 128, window=(1023, 0)) and not fixed(1, 16384, 16, 128, window=(4095, 0))
+    # Where heads share keys, causal calls and narrow windows
+    assert fixed(8, 2048, 32, 64, 8, **causal) and not fixed(8, 2048, 32, 64, 8)
+    assert fixed(8, 2048, 32, 64, 8, deterministic=True)
+    assert fixed(2, 8192, 64, 64, 8, window=(127, 0)) and not fixed(2, 8192, 64, 64, 8, window=(1023, 0))
+    assert fixed(16, 512, 32, 128, 8, **causal) and not fixed(4, 2048, 32, 128, 8, **causal) and not fixed(16, 512, 32, 128, 8)
 
 
 @pytest.mark.parametrize("right", [backward.UNBOUNDED, 0, 3])

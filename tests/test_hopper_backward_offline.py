@@ -25,7 +25,8 @@ SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout
           "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
           "alone deterministic": 8, "alone packed": 64, "few units": 16, "causal in order": 48, "packed in order": 112,
           "packed by arrival": 64, "dropout in order": 120, "features in order": 80, "short in order": 0,
-          "alone grouped": 16}  # fmt: skip
+          "alone grouped": 16, "window in order": 40, "grouped in order": 48, "grouped window in order": 16,
+          "grouped packed in order": 128}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
@@ -57,6 +58,10 @@ OPTIONS = {
     "packed in order": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
     "packed by arrival": {"window": (None, 0), "total_q": 1000, "total_k": 1000},
     "short in order": {"window": (None, 0), "deterministic": True},
+    "window in order": {"window": (200, 0), "deterministic": True},
+    "grouped in order": {"window": (None, 0), "deterministic": True},
+    "grouped window in order": {"window": (200, 0), "deterministic": True},
+    "grouped packed in order": {"window": (None, 0), "total_q": 1000, "total_k": 1000, "deterministic": True},
     # of some sequences
     "alone packed": {"window": (None, 0), "total_q": 60, "total_k": 60},
 }
@@ -77,7 +82,9 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (64, 64, "features in order"), (128, 128, "features in order"), (128, 128, "packed in order"),
          (64, 64, "packed by arrival"), (128, 128, "packed by arrival"), (256, 256, "packed by arrival"),
          (192, 128, "packed by arrival"), (64, 64, "short in order"), (64, 64, "alone grouped"),
-         (128, 128, "alone grouped")]  # fmt: skip
+         (128, 128, "alone grouped"), (64, 64, "window in order"), (128, 128, "window in order"),
+         (64, 64, "grouped in order"), (128, 128, "grouped in order"), (256, 256, "grouped in order"),
+         (64, 64, "grouped window in order"), (128, 128, "grouped packed in order")]  # fmt: skip
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),

@@ -25,7 +25,8 @@ go up, from the last tile of keys to the first, each walk from its first query t
 turn is before then begins one tile of queries further on, and stays there. A head's longest tiles come last so, at uneven
 times, and would leave programs idle at the end of the kernel: the last group of heads goes down, from the first tile of keys to
 the last, each walk from its last query to its first. There the tile before must have begun a step earlier, as it has where
-programs come to it one after the other.
+programs come to it one after the other. So do all heads where query heads share keys: up, walks that begin together at
+diagonals far apart would be at all queries of a group at one time, which L2 does not hold (1.1 to 1.5 times the time).
 
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
@@ -196,8 +197,11 @@ def walked_tiles(col_begin, lengths, window, TILE_M: tl.constexpr, TILE_N: tl.co
 
 
 @triton.jit
-def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER: tl.constexpr):
-    """(the unit-th tile of keys, whether in a fixed order its walk goes up, whether there is one, lengths of its sequence)."""
+def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER: tl.constexpr, ALL_DOWN: tl.constexpr):
+    """(the unit-th tile of keys, whether in a fixed order its walk goes up, whether there is one, lengths of its sequence).
+
+    ALL_DOWN: no walk goes up.
+    """
     if table is None:
         exists = unit < order.total_heads * order.num_tiles
         work = schedule.tile_of_unit(unit, order, False)
@@ -210,6 +214,8 @@ def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER:
         tail_heads = order.heads_per_group // tl.maximum(lengths.seqlen_q, 1)
         sequences_after = order.total_heads // order.num_heads - 1 - work.batch
         goes_up = (work.head < order.num_heads - tail_heads) | (sequences_after % 2 == 1)
+    if ALL_DOWN:
+        goes_up = unit < 0
     if FIXED_ORDER:
         tile = tl.where(goes_up, tl.cdiv(lengths.seqlen_k, TILE_N) - 1 - work.tile, work.tile)
         work = schedule.Work(tile, work.head, work.batch)
@@ -234,7 +240,8 @@ def _peek(word, ACQUIRE: gl.constexpr = False):
 def _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
           TILE_N: gl.constexpr, FIXED_ORDER: gl.constexpr):  # fmt: skip
     """The unit-th tile of keys, and the lengths of its sequence. query_parts: as in `_load`; fronts: its own, or None."""
-    work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, FIXED_ORDER)
+    ALL_DOWN: gl.constexpr = GROUP_SIZE > 1 and window.right is not None
+    work, goes_up, exists, lengths = work_of_unit(unit, order, table, lengths, TILE_N, FIXED_ORDER, ALL_DOWN)
     col_begin = work.tile * TILE_N
     tiles = walked_tiles(col_begin, lengths, window, TILE_M, TILE_N)
     kv_head, begin, end = work.head, tiles.begin, tiles.end
@@ -1619,7 +1626,8 @@ def heads_in_groups(problem, config):
     Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
     program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
-    with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down.
+    with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down, all
+    where heads share keys.
 
     Without a mask in a fixed order all heads go up. Each of a head's tiles must stay a turn behind the one before, which delays
     the first ones alone if the last of those that run is not a whole walk behind the first: a tile gets twice as many steps as

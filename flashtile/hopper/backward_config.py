@@ -110,13 +110,20 @@ def _alone(problem, config):
     return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
 
 
-# The order is fixed where a query sees up to so many keys, by the larger padded head dim. Time over that of the order of
-# arrival, H200, single runs, medians of 6 shuffled rounds, 16384 tokens of 2048 columns, full and causal; head dim 64: 512
-# tokens 0.91, 0.95, 2048 0.91, 0.92, 8192 full 0.93, 16384 causal 0.96; 128: 512 0.96, 0.90, 1024 0.98, 0.96, 2048 1.00, 0.96,
-# 4096 causal 1.00, 8192 full 1.06, 16384 causal 1.01; packed 32 x 512 causal 0.94. Not of few tiles, whose programs begin one
-# after the other: 2 x 1024 of 16 heads of 128 1.16; nor with a window: 255 and 1023 keys of 16k at 64 1.12, 1.03; nor where
-# heads share keys: 2 x 8192, 32 heads, 8 of keys, 1.42.
-_MOST_KEYS_IN_ORDER = {64: None, 128: 2100}
+# The order is fixed where a query sees up to so many keys without a mask, causal, and in a window, by the larger padded head
+# dim and whether heads share keys. Time over that of the order of arrival, H200, single runs, medians of 5 or 6 shuffled
+# rounds, 16384 tokens of 2048 columns, full and causal; head dim 64: 512 tokens 0.91, 0.95, 2048 0.91, 0.92, 8192 full 0.93,
+# 16384 causal 0.96; 128: 512 0.96, 0.90, 1024 0.98, 0.96, 2048 1.00, 0.96, 4096 causal 1.00, 8192 full 1.06, 16384 causal
+# 1.01; packed 32 x 512 causal 0.94. A window of 255 keys of 16k 0.88, 511 0.92, 1023 0.95, 4095 1.05; at 64 of 127 1.02, 255
+# 1.08 to 1.12, 1023 1.03. Heads that share keys, 32 on 8, causal; 128: 16 x 512 0.81, 8 x 1024 0.97 (64 on 8 0.95), 4 x 2048
+# 1.02, 2 x 4096 1.02, 2 x 8192 0.93 (4.7 ms for 5.1; in another run 4.5 were plain), 16384 1.02; 16 on 1, 4 x 2048, 1.10;
+# packed 32 x 512 0.83, 33 of 100 to 1092 0.87; full 1.06 to 1.13; windows of 1023 and 4095 1.20, 1.28; 64: 16 x 512 0.79, 4 x
+# 2048 0.95, 2 x 8192 0.97; full 1.00; windows of 127 0.81, 1023 1.06. At 256, 16 on 8, causal 4 x 2048 1.33. Not of few
+# tiles, whose programs begin one after the other: 2 x 1024 of 16 heads of 128 1.16.
+_ANY = float("inf")
+_MOST_KEYS_IN_ORDER = {
+    (64, False): (_ANY, _ANY, 0), (64, True): (0, _ANY, 200), (128, False): (2100, 2100, 1100), (128, True): (0, 600, 0),
+}  # fmt: skip
 _TILES_A_PROGRAM_IN_ORDER = 3
 
 
@@ -130,16 +137,14 @@ def has_fixed_order(problem, config) -> bool:
     alone, shares_keys = _alone(problem, config), problem.group_size > config.splits
     if problem.deterministic:
         return alone != "all" or shares_keys
-    block = _block(problem)
-    is_unmeasured = problem.softcap or problem.dropout_p or block not in _MOST_KEYS_IN_ORDER
-    if alone != "no" or shares_keys or problem.window[0] is not None or is_unmeasured:
+    if alone != "no" or problem.softcap or problem.dropout_p:
         return False
-    most_keys = _MOST_KEYS_IN_ORDER[block]
-    tiles = problem.batch * -(-problem.seqlen_k // config.tile_n)
-    if problem.varlen:
-        tiles = problem.total_k // config.tile_n
-    is_many = problem.num_heads * tiles >= _TILES_A_PROGRAM_IN_ORDER * config.num_programs
-    return is_many and (most_keys is None or problem.mean_keys <= most_keys)
+    left, right = problem.window
+    full, causal, windowed = _MOST_KEYS_IN_ORDER.get((_block(problem), shares_keys), (0, 0, 0))
+    most_keys = windowed if left is not None else full if right is None else causal
+    tiles = problem.total_k // config.tile_n if problem.varlen else problem.batch * -(-problem.seqlen_k // config.tile_n)
+    is_many = problem.num_heads_kv * config.splits * tiles >= _TILES_A_PROGRAM_IN_ORDER * config.num_programs
+    return is_many and problem.mean_keys <= most_keys
 
 
 def stores_dq(problem, config):
