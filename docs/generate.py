@@ -158,7 +158,7 @@ def prefill_page_cost(record, name) -> str:
     costs = {}
     for config, by_page in times.items():
         for size, ms in by_page.items():
-            if size:
+            if size and 0 in by_page:
                 costs.setdefault(size, {}).setdefault(int(dict(config)["headdim"]), []).append(ms / by_page[0] - 1)
     words = []
     for size, by_dim in sorted(costs.items()):

@@ -27,18 +27,21 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,
           ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8,
           ("packed", 192): 112, ("window", 256): 120,
-          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 24, ("parts packed", 64): 16,
+          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 32, ("parts packed", 64): 16,
           ("parts causal", 128): 8, ("parts window", 128): 24, ("parts heads", 128): 8,
           ("parts", 192): 128, ("parts causal", 192): 112, ("parts window", 192): 128, ("parts packed", 192): 128,
-          ("parts heads", 192): 24, ("parts", 256): 48, ("parts causal", 256): 72, ("parts window", 256): 72,
-          ("parts features", 256): 168, ("parts packed", 256): 48, ("parts heads", 256): 88}  # fmt: skip
+          ("parts heads", 192): 32, ("parts features", 192): 40, ("parts", 256): 48, ("parts causal", 256): 72,
+          ("parts window", 256): 96, ("parts features", 256): 168, ("parts packed", 256): 48,
+          ("parts heads", 256): 136}  # fmt: skip
 # with 3 consumers, outside of the loop
 SPILLS_3_8 = SPILLS | {("causal", 64): 80, ("bias", 64): 112, ("packed", 64): 88, ("packed", 256): 56, ("softcap", 64): 48,
                        ("softcap", 128): 16, ("softcap window", 64): 64, ("softcap packed", 64): 72,
                        ("softcap dropout", 64): 64, ("softcap dropout", 128): 16, ("window", 64): 88, ("plain", 64): 8,
                        ("causal", 128): 16, ("columns", 128): 8, ("dropout", 128): 8, ("plain", 192): 40, ("short", 128): 8,
                        ("bias", 128): 24, ("packed", 128): 40, ("short packed", 128): 40, ("softcap window", 128): 16,
-                       ("softcap packed", 128): 48, ("window", 128): 16, ("window", 256): 128}  # fmt: skip
+                       ("softcap packed", 128): 48, ("window", 128): 16, ("window", 256): 128, ("parts", 64): 64,
+                       ("parts causal", 64): 80, ("parts packed", 64): 96, ("parts features", 128): 16,
+                       ("parts", 256): 56, ("parts window", 256): 136}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
