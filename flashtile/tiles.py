@@ -337,8 +337,9 @@ def _key_parts(problem, device, config) -> int:
     """
     programs = programs_in_order(problem.deterministic, device.num_sms)
     tiles = problem.batch * problem.num_heads // config.heads * -(-problem.mean_queries // config.queries)
-    left, right = problem.window
-    seen = problem.seqlen_k if left is None else min(problem.seqlen_k, left + (right or 0) + config.queries)
+    seen = problem.seqlen_k
+    if None not in problem.window:
+        seen = min(seen, max(0, sum(problem.window) + config.queries))
     if problem.dropout_p or not tiles or not seen or tiles > 4 * programs:
         return 1
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
