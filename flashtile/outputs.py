@@ -73,20 +73,42 @@ def scratch(size, num_counters=0):
     return of_stream
 
 
+def _query_rows(problem):
+    return (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
+
+
+def _key_rows(problem):
+    return (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
+
+
 def forward_outputs(problem, cleared):
     """The function of q that gives out and lse, cleared: as rows have them that see nothing."""
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    new_out = fresh((*rows, problem.num_heads, problem.head_dim_v), zeros=cleared)
+    new_out = fresh((*_query_rows(problem), problem.num_heads, problem.head_dim_v), zeros=cleared)
     new_lse = fresh(problem.lse_shape, torch.float32)
     if cleared:
         return lambda q: (new_out(q), new_lse(q).fill_(float("-inf")))
     return lambda q: (new_out(q), new_lse(q))
 
 
+def outputs_of_parts(problem, parts):
+    """The function of q that gives out and lse of each of `parts` parts of the keys, as heads side by side.
+
+    With one part None each: those are the outputs themselves. problem: AttentionProblem or CacheProblem.
+    """
+    if parts == 1:
+        return lambda q: (None, None)
+    rows, num_heads = _query_rows(problem), parts * problem.num_heads
+    new_out = fresh((*rows, num_heads, problem.head_dim_v), problem.dtype)
+    new_lse = fresh((*rows[:-1], num_heads, rows[-1]), torch.float32)
+    if problem.varlen:
+        # Rows of no sequence
+        return lambda q: (new_out(q), new_lse(q).fill_(float("-inf")))
+    return lambda q: (new_out(q), new_lse(q))
+
+
 def gradients(problem, clear_q, clear_kv):
     """The function of q, k and v that gives dq, dk and dv, zeros if clear_q and clear_kv."""
-    rows_q, rows_k = ((problem.total_q,), (problem.total_k,)) if problem.varlen else (
-        (problem.batch, problem.seqlen_q), (problem.batch, problem.seqlen_k))  # fmt: skip
+    rows_q, rows_k = _query_rows(problem), _key_rows(problem)
     new_dq = fresh((*rows_q, problem.num_heads, problem.head_dim), zeros=clear_q)
     new_dk = fresh((*rows_k, problem.num_heads_kv, problem.head_dim), zeros=clear_kv)
     new_dv = fresh((*rows_k, problem.num_heads_kv, problem.head_dim_v), zeros=clear_kv)
@@ -100,7 +122,6 @@ def gradients_of_parts(problem, splits, zeros):
     """
     if splits == 1:
         return lambda k: (None, None)
-    rows = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
-    shape = *rows, problem.num_heads_kv * splits
+    shape = *_key_rows(problem), problem.num_heads_kv * splits
     new_dk, new_dv = (fresh((*shape, dim), zeros=zeros) for dim in (problem.head_dim, problem.head_dim_v))
     return lambda k: (new_dk(k), new_dv(k))

@@ -13,7 +13,7 @@ from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
 from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
-from flashtile.outputs import forward_outputs, fresh
+from flashtile.outputs import forward_outputs, outputs_of_parts
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
 
@@ -81,8 +81,7 @@ def bind_forward(kernel, problem, config):
     # Rows that no sequence uses are as empty ones
     allocate = forward_outputs(problem, cleared=problem.has_seqused_q)
     is_empty = problem.seqlen_k == 0 or 0 in problem.lse_shape
-    rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
-    of_parts = new_parts(rows, problem, config)
+    of_parts = outputs_of_parts(problem, config.key_parts)
 
     def call(operands):
         out, lse = allocate(operands.q)
@@ -100,36 +99,24 @@ def _start_forward(kernel, problem, config, launch, *tensors):
     operands = Operands(*operands)
     if table is not None:
         _plan_forward(launch, problem, config, operands, out, lse, table)
-    written = (out, lse) if out_parts is None else (out_parts, lse_parts)
-    arguments, constexprs, grid = forward_arguments(problem, config, operands, *written, table, counter)
-    launch(kernel, grid, arguments, constexprs, num_warps=4)
-    launch_merge(launch, out, lse, out_parts, lse_parts)
+    launch_forward(launch, kernel, problem, config, operands, (out, lse), (out_parts, lse_parts), table, counter)
 
 
-def new_parts(rows, problem, config):
-    """A function of a tensor where they are: out and lse of each part of the keys, as heads side by side, or None for one part.
+def launch_forward(launch, kernel, problem, config, operands, results, parts, table, counter, *pages):
+    """kernel, and what merges the parts of the keys where there are some.
 
-    rows: (batch, seqlen) or (total,). problem: AttentionProblem or CacheProblem.
+    results: out and lse. parts: those of `outputs_of_parts`. pages: as the last arguments of `forward_arguments`.
     """
-    if config.key_parts == 1:
-        return lambda like: (None, None)
-    num_heads = config.key_parts * problem.num_heads
-    new_out = fresh((*rows, num_heads, problem.head_dim_v), problem.dtype)
-    new_lse = fresh((*rows[:-1], num_heads, rows[-1]), torch.float32)
-    if problem.varlen:
-        # Rows of no sequence
-        return lambda like: (new_out(like), new_lse(like).fill_(float("-inf")))
-    return lambda like: (new_out(like), new_lse(like))
-
-
-def launch_merge(launch, out, lse, out_parts, lse_parts):
-    """Merge what the parts that `new_parts` made have, if it made some."""
-    if out_parts is None:
-        return
-    if out.dim() == 3:
-        out, lse, out_parts, lse_parts = (x[None] for x in (out, lse, out_parts, lse_parts))
-    out_parts = out_parts.unflatten(-2, (-1, out.shape[-2])).permute(2, 0, 1, 3, 4)
-    combine.launch(out_parts, lse_parts.unflatten(1, (-1, out.shape[-2])).transpose(0, 1), out, lse, launch)
+    cuts = config.key_parts > 1
+    written = parts if cuts else results
+    arguments, constexprs, grid = forward_arguments(problem, config, operands, *written, table, counter, *pages)
+    launch(kernel, grid, arguments, constexprs, num_warps=4)
+    if cuts:
+        # As a batch where they are packed
+        out, lse, out_parts, lse_parts = (x if results[0].dim() == 4 else x[None] for x in (*results, *parts))
+        num_heads = out.shape[-2]
+        out_parts = out_parts.unflatten(-2, (-1, num_heads)).permute(2, 0, 1, 3, 4)
+        combine.launch(out_parts, lse_parts.unflatten(1, (-1, num_heads)).transpose(0, 1), out, lse, launch)
 
 
 def bind_resident(kernel, problem, config):

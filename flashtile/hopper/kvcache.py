@@ -23,7 +23,7 @@ from flashtile.device.tensors import Rows, rows_of
 from flashtile.hopper import arguments
 from flashtile.hopper.forward import attention_forward
 from flashtile.kvcache_problem import CacheOperands, rows_apart
-from flashtile.outputs import fresh
+from flashtile.outputs import fresh, outputs_of_parts
 from flashtile.problem import Operands, is_unaligned
 
 
@@ -55,7 +55,7 @@ class Call:
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
-        self.of_parts = arguments.new_parts(out_shape[:-2], problem, config)
+        self.of_parts = outputs_of_parts(problem, config.key_parts)
         self.new_table = fresh((arguments.table_entries(self.packed, config),), torch.int32)
         self.rows_apart, self.page_rows = rows_apart(operands.k_cache), tiles.page_rows(problem, config)
         self.launches = Launches(self.start)
@@ -90,9 +90,7 @@ class Call:
                    arguments.max_query_tiles(self.packed, self.config))  # fmt: skip
         arguments.launch_table(launch, schedule.plan_cached, 1, planned, self.config.queries)
         attended = Operands(q, operands.k_cache, operands.v_cache, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
-        written = (out, lse) if out_parts is None else (out_parts, lse_parts)
-        values, constexprs, grid = arguments.forward_arguments(
-            self.packed, self.config, attended, *written, table, counter, pages, problem.page_size or 0, self.page_rows,
-        )
-        launch(attention_forward, grid, values, constexprs, num_warps=4)
-        arguments.launch_merge(launch, out, lse, out_parts, lse_parts)
+        arguments.launch_forward(
+            launch, attention_forward, self.packed, self.config, attended, (out, lse), (out_parts, lse_parts), table, counter,
+            pages, problem.page_size or 0, self.page_rows,
+        )  # fmt: skip
