@@ -67,9 +67,11 @@ def cut_keys(monkeypatch, forget):
 @pytest.fixture
 def three_parts(monkeypatch, forget):
     """Tiles of the Hopper forward have three parts of their keys, as those of few queries and many keys do."""
+    from checks import three_key_parts
+
     from flashtile import tiles
 
-    monkeypatch.setattr(tiles, "_key_parts", lambda problem, device, config: 1 if problem.dropout_p else 3)
+    monkeypatch.setattr(tiles, "_key_parts", three_key_parts)
     forget()
 
 

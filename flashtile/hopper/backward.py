@@ -26,7 +26,8 @@ turn is before then begins one tile of queries further on, and stays there. A he
 times, and would leave programs idle at the end of the kernel: the last group of heads goes down, from the first tile of keys to
 the last, each walk from its last query to its first. There the tile before must have begun a step earlier, as it has where
 programs come to it one after the other. So do all heads where query heads share keys: up, walks that begin together at
-diagonals far apart would be at all queries of a group at one time, which L2 does not hold (1.1 to 1.5 times the time).
+diagonals far apart would be at all queries of a group at one time, which L2 does not hold (1.1 to 1.5 times the time, single
+runs).
 
 Where query heads share keys, a walk is as many times longer, and rows of q, dout and dq_sum of a group of heads do not fit in
 L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before the next, walks go from the last query to the
