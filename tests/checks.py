@@ -71,6 +71,13 @@ def three_key_parts(problem, device, config):
     return 1 if problem.dropout_p else 3
 
 
+def three_query_parts(problem, config):
+    """In place of `backward_config.query_parts`: parts of the queries for any call that may have them, none without a tile."""
+    from flashtile.hopper.backward_config import may_cut_queries
+
+    return min(3, max(1, -(-problem.seqlen_q // config.tile_m))) if may_cut_queries(problem, config) else 1
+
+
 def check_infinite_sink(case, dtype, device="cpu", fn=None):
     """A head whose sink is inf has out 0, lse inf and no gradients; others do not notice. fn: as that of `run`."""
     operands = case.make(dtype, device)

@@ -76,6 +76,17 @@ def three_parts(monkeypatch, forget):
 
 
 @pytest.fixture
+def three_query_parts(monkeypatch, forget):
+    """Walks of the Hopper backward have up to three parts, as those of few tiles of keys do."""
+    from checks import three_query_parts
+
+    from flashtile.hopper import backward_config
+
+    monkeypatch.setattr(backward_config, "query_parts", three_query_parts)
+    forget()
+
+
+@pytest.fixture
 def poisoned():
     """Uninitialised memory holds NaN in this test."""
     with poisoned_memory():

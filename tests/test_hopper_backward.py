@@ -213,16 +213,23 @@ def test_parts_of_queries():
         return config.query_parts
 
     assert parts(2, 4096, 77, 10) == 6 and parts(1, 4096, 77, 1) == 16 and parts(1, 70, 77, 1) <= 2
-    # They have enough, have none, a mask cuts their walks, or a program has several heads (268 tiles, 8 of them)
+    # The longest walk of a causal call is twice the mean
+    causal = {"window": (None, 0)}
+    assert parts(1, 4096, 4096, 4, **causal) == 2 and {parts(1, 4096, 4096, n, **causal) for n in (8, 16)} == {1}
+    assert parts(1, 4096, 4096, 4, deterministic=True, **causal) == parts(1, 4096, 4096, 4, window=(511, 0)) == 1
+    # They have enough, have none, a mask leaves few of them, or a program has several heads (268 tiles, 8 of them)
     assert {parts(8, 1024, 1024, 16), parts(1, 0, 77, 1), parts(2, 4096, 77, 10, window=(None, 0)), parts(1, 4096, 4096, 8, 1),
             parts(4, 300, 300, 1, total_q=1200, total_k=1200), parts(67, 4096, 512, 8, 1)} == {1}  # fmt: skip
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
-def test_parts_of_queries_have_each_tile_once(parts):
-    tiles = torch.zeros(2, 5 + 7, dtype=torch.int32)
-    _parts[(2 * parts,)](tiles, parts, 5, 5 + 7, 5 + 7)
-    assert (tiles[:, 5:] == 1).all() and not tiles[:, :5].any()
+@pytest.mark.parametrize("end", [6, 7, 12])
+def test_parts_of_queries_have_each_tile_once(parts, end):
+    """Those that get none of a causal walk have the hidden one before it."""
+    tiles = torch.zeros(2, end, dtype=torch.int32)
+    _parts[(2 * parts,)](tiles, parts, 5, end, end)
+    assert (tiles[:, 5:] == 1).all() and not tiles[:, :4].any()
+    assert (tiles[:, 4] == max(0, parts - (end - 5))).all()
 
 
 @pytest.mark.parametrize("all_down", [False, True])

@@ -50,6 +50,7 @@ OPTIONS = {
     "alone grouped": {"deterministic": True},
     # tiles of keys for less than the programs
     "few units": {},
+    "few units causal": {"window": (None, 0)},
     # What calls of many tiles of keys are too
     "causal in order": {"window": (None, 0), "deterministic": True},
     "dropout in order": {"window": (None, 0), "deterministic": True, "dropout_p": 0.1},
@@ -77,7 +78,8 @@ CALLS = [(64, 64, "plain"), (64, 64, "causal"), (128, 128, "plain"), (128, 128, 
          (192, 128, "alone"), (80, 80, "alone deterministic"), (64, 64, "alone packed"), (80, 80, "alone packed"),
          (128, 128, "alone packed"), (256, 256, "alone packed"), (192, 128, "alone packed"),
          (144, 144, "alone packed"),
-         (64, 64, "few units"), (128, 128, "few units"), (64, 64, "causal in order"), (96, 96, "causal in order"),
+         (64, 64, "few units"), (128, 128, "few units"), (64, 64, "few units causal"),
+         (128, 128, "few units causal"), (64, 64, "causal in order"), (96, 96, "causal in order"),
          (128, 128, "causal in order"), (64, 64, "dropout in order"), (128, 128, "dropout in order"),
          (64, 64, "features in order"), (128, 128, "features in order"), (128, 128, "packed in order"),
          (64, 64, "packed by arrival"), (128, 128, "packed by arrival"), (256, 256, "packed by arrival"),
@@ -126,9 +128,9 @@ def _compile(call):
         if name != "parts":
             config = replace(configs["backward"], splits=1)
             configs["backward"] = replace(config, fixed_order=backward_config.has_fixed_order(problem, config))
-        if name != "few units":
+        if "few units" not in name:
             configs["backward"] = replace(configs["backward"], query_parts=1)
-        assert (configs["backward"].query_parts > 1) == (name == "few units")
+        assert (configs["backward"].query_parts > 1) == ("few units" in name)
         backward.launch(problem, configs, operands, out, lse, out, lse)
     return [{"call": f"{r.kernel} d{dim} dv{dim_v} {name}", "options": name, **asdict(r)} for r in reports]
 

@@ -36,9 +36,9 @@ much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
 Where there are fewer than two tiles of keys a program, each part of a group of query heads is a group of its own, with a dk
 and dv of its own, which a small kernel adds in fp32 (`tiles.group_splits`): one key-value head of 8192 tokens is 64
-tiles for 132 programs, each with a walk over all heads. So has each part of the queries, where a call without a mask has fewer
-tiles of keys than programs, or little more (`backward_config.query_parts`): cross attention of 2 x 4096 queries over 77 keys of
-10 heads has 20.
+tiles for 132 programs, each with a walk over all heads. So has each part of the queries, where tiles of keys are fewer than
+programs, or little more (`backward_config.query_parts`): cross attention of 2 x 4096 queries over 77 keys of 10 heads has 20,
+and of the 128 of a causal call of 4096 tokens of 4 heads the longest walk is twice the mean.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -225,9 +225,14 @@ def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER:
 
 @triton.jit
 def part_of_queries(part, query_parts, begin, end):
-    """(key-value head, first tile of queries, the one behind the last) of a part, which has as many as others or one more."""
+    """(key-value head, first tile of queries, the one behind the last) of a part, which has as many as others or one more.
+
+    Where the mask leaves fewer tiles than parts, one that gets none has the one before the first, which is hidden.
+    """
     number, tiles = part % query_parts, end - begin
-    return part // query_parts, begin + number * tiles // query_parts, begin + (number + 1) * tiles // query_parts
+    first, behind = begin + number * tiles // query_parts, begin + (number + 1) * tiles // query_parts
+    is_empty = first == behind
+    return part // query_parts, tl.where(is_empty, begin - 1, first), tl.where(is_empty, begin, behind)
 
 
 @gluon.jit
@@ -1628,7 +1633,7 @@ def heads_in_groups(problem, config):
     share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
     program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
     with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down, all
-    where heads share keys.
+    where heads share keys. With parts of the queries all heads are one group: so few tiles are.
 
     Without a mask in a fixed order all heads go up. Each of a head's tiles must stay a turn behind the one before, which delays
     the first ones alone if the last of those that run is not a whole walk behind the first: a tile gets twice as many steps as
@@ -1647,11 +1652,13 @@ def heads_in_groups(problem, config):
     if not causal:
         return 1, 0
     num_tiles = max_key_tiles(problem, config)
+    all_heads = problem.batch * problem.num_heads_kv * config.parts
+    if config.query_parts > 1:
+        return all_heads, 0
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
     if not fixed:
         return heads, 0
     # At least a tile a program, and some heads that go up
-    all_heads = problem.batch * problem.num_heads_kv * config.parts
     heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
     return heads, heads
 

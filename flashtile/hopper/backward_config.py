@@ -158,29 +158,53 @@ def stores_dq(problem, config):
     return "last" if _block(problem) <= 128 else "no"
 
 
-# Steps that the begin and the end of a walk take, and so many what adds the parts. H200, us, single run, medians of 5 shuffled
-# rounds, with 1 part, 2, 3, 4, 6, 8, 12 (chosen: *), keys then queries; head dim 64: 77, 8 x 4096 of 10 heads 106, 117, 98*,
-# 107, 108, 112, 118; 4 x 4096 93, 66, 57*, 71, 65, 72, 74; 2 x 4096 86, 58, 47, 44, 41*, 51, 46; 4096 83, 53, 43, 39, 36, 34,
-# 33; 226, 17776 of 48 525, 551, 555, 482*, 513, 496, 505; 256, 4 x 4096 of 20 241, 220, 212, 213*, 225, 232, 242; 128: 512,
-# 32760 of 40 2532, 2087, 1943, 1885*, 1974, 1911, 1933; 1024, 65536 of 4 1998, 1068, 764, 638*, 792, 648, 655; 512, 512 of 16
-# 35*, 36, 43
-_BORDER = _ADDING = 3
+# Steps that the begin and the end of a walk take, and those that adding the parts takes, without a mask and causal. H200, us,
+# single runs, medians of 5 or 6 shuffled rounds. Without a mask with 1 part, 2, 3, 4, 6, 8, 12 (best: *), keys then queries;
+# head dim 64: 77, 8 x 4096 of 10 heads 106, 117, 98*, 107, 108, 112, 118; 4 x 4096 93, 66, 57*, 71, 65, 72, 74; 2 x 4096 86,
+# 58, 47, 44, 41*, 51, 46; 4096 83, 53, 43, 39, 36, 34, 33*; 226, 17776 of 48 525, 551, 555, 482*, 513, 496, 505; 256, 4 x 4096
+# of 20 241, 220, 212*, 213, 225, 232, 242; 128: 512, 32760 of 40 2532, 2087, 1943, 1885*, 1974, 1911, 1933; 1024, 65536 of 4
+# 1998, 1068, 764, 638*, 792, 648, 655; 512, 512 of 16 35*, 36, 43. Causal with 1, 2, 3, 4, 6 of as many queries as keys; 128:
+# 4096 of 4 heads 143, 101*, 111, 116, 131; of 2 136, 88, 70, 66*, 78; of 1 133, 82, 65, 56, 51*; of 6 153, 151*, 154, 164, 181;
+# of 7 157*, 167; 8192 of 1 252, 145, 111, 97*, 110; 2048 of 4 79, 59, 50*, 53, 63; of 8 85, 70*, 78, 85, 100; 1024 of 16 57,
+# 56*, 64; of 8 50, 45, 42*, 46, 55; 512 of 16 36*, 37, 39; 64: 4096 of 4 93, 69*, 73, 77, 85; 2048 of 8 57, 51*, 54, 58, 67;
+# 1024 of 12 37, 37*, 40; 256: 4096 of 2 175, 121*, 132, 138, 156; 2048 of 4 101, 82*, 90, 99, 118; 1024 of 8 63, 62*, 71
+_BORDER_AND_ADDING = {False: (3, 4), True: (5, 2)}
 _MOST_QUERY_PARTS = 16
 
 
+def may_cut_queries(problem, config) -> bool:
+    """Whether walks may have parts: those of one head. With a window's left edge, packed, or causal in a fixed order, has not
+    been tried."""
+    left, right = problem.window
+    is_tried = not problem.varlen and left is None and (right is None or not config.fixed_order)
+    return is_tried and problem.seqlen_k > 0 and problem.group_size <= config.splits
+
+
 def query_parts(problem, config) -> int:
-    """Parts of the queries of a head: more than one where tiles of keys are too few for the programs, each of one head."""
-    if problem.varlen or problem.masked or not problem.seqlen_k or problem.group_size > config.splits:
+    """Parts of the queries of a head: several where tiles of keys are too few for the programs, or causal walks too unlike to
+    end together."""
+    if not may_cut_queries(problem, config):
         return 1
+    right = problem.window[1]
+    border, adding = _BORDER_AND_ADDING[right is not None]
     tiles = -(-problem.seqlen_q // config.tile_m)
     units = problem.batch * problem.num_heads * -(-problem.seqlen_k // config.tile_n)
     programs = programs_in_order(problem.deterministic, config.num_programs)
+    # Tiles of queries that see the first keys, and some keys on average
+    longest = tiles if right is None else min(tiles, -(-(problem.seqlen_k + right) // config.tile_m))
+    mean = tiles * problem.mean_keys / problem.seqlen_k
 
     def time(parts):
-        return -(-units * parts // programs) * (-(-tiles // parts) + _BORDER) + (_ADDING if parts > 1 else 0)
+        unit = -(-longest // parts) + border
+        if right is None:
+            steps = -(-units * parts // programs) * unit
+        else:
+            # The longest come first
+            steps = max(unit, units * (mean + parts * border) / programs)
+        return steps + (adding if parts > 1 else 0)
 
     best = min(range(1, max(1, min(_MOST_QUERY_PARTS, tiles)) + 1), key=time)
-    return best if time(best) <= 0.9 * time(1) else 1
+    return best if time(best) <= 0.95 * time(1) else 1
 
 
 def configs(problem, device) -> dict:

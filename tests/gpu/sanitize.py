@@ -118,10 +118,12 @@ def main(tier, *names):
         return
     cases = named(*names) if names else FEATURES
     if tier == "parts":
-        # Three of the keys of each tile
+        # Three of the keys of each tile, and of the queries of each walk
         from flashtile import tiles
+        from flashtile.hopper import backward_config
 
         tiles._key_parts = checks.three_key_parts
+        backward_config.query_parts = checks.three_query_parts
         tiles.resident_config = lambda problem, device: None
         run_cases(cases)
         return run_kvcache()

@@ -101,6 +101,15 @@ def test_three_parts(tier, case, dtype, three_parts, long_keys, poisoned):
 
 
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.lengths], ids=lambda case: case.name)
+def test_three_query_parts(tier, case, dtype, three_query_parts, poisoned):
+    """To some of a causal walk's the mask leaves none."""
+    skip_refused(tier, case, dtype)
+    checks.check_attention(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 def test_an_infinite_sink_in_one_of_three_parts(tier, three_parts, long_keys, poisoned):
     checks.check_infinite_sink(BY_NAME["sinks_causal_gqa"], torch.bfloat16, "cuda")
 
@@ -270,6 +279,18 @@ def test_bits_repeat(tier, name, deterministic):
     """Many runs, the same bits: a race would move them."""
     case = replace(BY_NAME[name].scaled(4), deterministic=deterministic)
     skip_refused(tier, case, torch.bfloat16)
+    _check_bits(tier, case)
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("name", [name for name in REPEATED if not BY_NAME[name].lengths])
+def test_bits_of_three_query_parts_repeat(tier, name, three_query_parts):
+    case = BY_NAME[name].scaled(4)
+    skip_refused(tier, case, torch.bfloat16)
+    _check_bits(tier, case)
+
+
+def _check_bits(tier, case):
     operands = case.make(torch.bfloat16, "cuda")
     first = None
     for _ in range(NUM_REPEATS):
@@ -278,7 +299,7 @@ def test_bits_repeat(tier, name, deterministic):
         if first is None:
             first = result
         for key, value in result.items():
-            assert same(value, first[key], key, deterministic, tier == "hopper" and case.heads != case.heads_kv), key
+            assert same(value, first[key], key, case.deterministic, tier == "hopper" and case.heads != case.heads_kv), key
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
