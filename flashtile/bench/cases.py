@@ -466,6 +466,18 @@ PRESETS = {
             Shape("1", "50176", seqlen_q="512", nheads="8", headdim="128"),
         ),
     ),
+    "few-heads": Preset(
+        "training a causal model whose heads are spread over GPUs: about as many tiles as multiprocessors",
+        (
+            Shape("1", "4k", nheads="4", headdim="64,128", causal="yes"),
+            Shape("1", "2k", nheads="8", headdim="64,128", causal="yes"),
+            Shape("1", "8k", nheads="1,2", headdim="128", causal="yes"),
+            Shape("1", "16k", nheads="1", headdim="64,128", causal="yes"),
+            Shape("1", "4k", nheads="4", nheads_kv="1", headdim="128", causal="yes"),
+            Shape("1", "4k", nheads="2", headdim="256", causal="yes"),
+            Shape("1", "2k", nheads="4", headdim="256", causal="yes"),
+        ),
+    ),
     "models": Preset(
         "one layer of each of 20 models, as they are trained or take a prompt: text, vision, speech, images, video",
         (

@@ -420,20 +420,26 @@ def _load_flash_attn(device):
     return attend
 
 
-def _load_fa3(device):
-    # The wheel's interface imports its options under the name that a source build gives them.
-    try:
-        sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
-    except ImportError:
-        pass
-    module = _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
+def _fa3_loader(num_splits):
+    """num_splits: parts of the keys; 0: as many as it chooses."""
 
-    def attend(q, k, v, case):
-        if case.varlen:
-            return _first_output(module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), causal=case.causal))
-        return _first_output(module.flash_attn_func(q, k, v, causal=case.causal))
+    def load(device):
+        # The wheel's interface imports its options under the name that a source build gives them.
+        try:
+            sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
+        except ImportError:
+            pass
+        module = _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
 
-    return attend
+        def attend(q, k, v, case):
+            options = {"causal": case.causal, "num_splits": num_splits}
+            if case.varlen:
+                return _first_output(module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), **options))
+            return _first_output(module.flash_attn_func(q, k, v, **options))
+
+        return attend
+
+    return load
 
 
 def _load_fa4(device):
@@ -622,7 +628,10 @@ BACKENDS = {
                 varlen=True),
         Backend("flash_attn", "FlashAttention-2, the package", _load_flash_attn, _flash_attn_refuses, varlen=True, dropout=True,
                 alibi=True, package="flash-attn"),
-        Backend("fa3", "FlashAttention-3, forward", _load_fa3, _fa3_refuses, backward=False, varlen=True, package="fa3-fwd"),
+        Backend("fa3", "FlashAttention-3, forward", _fa3_loader(1), _fa3_refuses, backward=False, varlen=True,
+                package="fa3-fwd"),
+        Backend("fa3-splits", "FlashAttention-3, forward, num_splits=0: it may cut keys", _fa3_loader(0), _fa3_refuses,
+                backward=False, varlen=True, package="fa3-fwd"),
         Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, varlen=True, package="flash-attn-4"),
         Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never, alibi=True),
         Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),
