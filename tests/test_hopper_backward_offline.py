@@ -22,11 +22,10 @@ HERE = Path(__file__).parent
 # causal ones at most one word inside of it; a softcap needs a second copy of p, dropout the random words of a tile (48, but
 # 320 with Triton 3.8 at head dim 64; 296 where p is rare).
 SPILLS = {"plain": 16, "causal": 16, "deterministic": 40, "packed": 64, "dropout": 320, "rare": 296, "features": 248,
-          "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16,
-          "alone deterministic": 8, "alone packed": 64, "few units": 16, "causal in order": 48, "packed in order": 112,
-          "packed by arrival": 64, "dropout in order": 120, "features in order": 80, "short in order": 0,
-          "alone grouped": 16, "window in order": 40, "grouped in order": 48, "grouped window in order": 16,
-          "grouped packed in order": 128}  # fmt: skip
+          "grouped": 64, "parts": 24, "short grouped": 8, "alone": 16, "alone deterministic": 8, "alone packed": 64,
+          "few units": 16, "few units causal": 16, "causal in order": 48, "packed in order": 112, "packed by arrival": 64,
+          "dropout in order": 120, "features in order": 80, "short in order": 0, "alone grouped": 16, "window in order": 40,
+          "grouped in order": 48, "grouped window in order": 16, "grouped packed in order": 128}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"window": (None, 0)},
