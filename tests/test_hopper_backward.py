@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     from flashtile.device import masks, schedule
+    from flashtile.device.launch import launch_now
     from flashtile.device.lengths import Lengths, Packing
     from flashtile.device.tensors import rows_of
     from flashtile.hopper import backward
@@ -512,7 +513,11 @@ def test_all_counters_are_cleared_and_nothing_else(deterministic):
         out=out, dout=out, lse=lse, neg_lse=torch.empty(rows), neg_delta=torch.empty(rows), dq_sum=torch.empty(rows * 256),
         counters=counters,
     )  # fmt: skip
-    backward.launch_rows(problem, config, call)
+
+    def launch(kernel, grid, arguments, constexprs, **options):
+        launch_now(kernel, grid, arguments, constexprs | {"CHAINED": False}, **options)
+
+    backward.launch_rows(problem, config, call, launch)
     assert not counters[:count].any() and counters[count:].all()
 
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashtile.device import chain
 from flashtile.device.launch import launch_now
 from flashtile.device.merge import ELEMENTS, chunk_of, merge_rows, store_rows
 from flashtile.device.tensors import Rows, head_ptr, rows_of
@@ -11,9 +12,13 @@ from flashtile.device.tensors import Rows, head_ptr, rows_of
 @triton.jit(do_not_specialize=["num_splits", "seqlen_q", "num_heads", "num_rows"])
 def combine_splits(
     out_partial, lse_partial, out, lse, out_split_stride, lse_split_stride, num_splits, seqlen_q, num_heads, num_rows,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of all num_rows a program. out_partial, out, lse_partial, lse: Rows; the parts' are those of the first part."""
+    """ROWS of all num_rows a program. out_partial, out, lse_partial, lse: Rows; the parts' are those of the first part.
+
+    CHAINED: see chain.py.
+    """
+    chain.begin(CHAINED)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = number < num_rows
     head = number % num_heads
@@ -25,11 +30,12 @@ def combine_splits(
     store_rows(merged, merged_lse, head_ptr(out, batch, row, head), head_ptr(lse, batch, row, head), exists, 0, DIM)
 
 
-def launch(out_partial, lse_partial, out, lse, launch=launch_now):
+def launch(out_partial, lse_partial, out, lse, launch=launch_now, chained=False):
     """Merge the first dim of out_partial and lse_partial into out and lse.
 
     out_partial: (splits, batch, seqlen_q, heads, dim). lse_partial: (splits, batch, heads, seqlen_q), fp32. out, lse: the same
-    without splits. launch: see `Launches`. Strides are free but for a contiguous dim of out and out_partial.
+    without splits. Strides are free but for a contiguous dim of out and out_partial. launch: see `Launches`. chained: after a
+    kernel of `chain`.
     """
     splits, batch, seqlen_q, heads, dim = out_partial.shape
     if not out.numel():
@@ -44,5 +50,6 @@ def launch(out_partial, lse_partial, out, lse, launch=launch_now):
         combine_splits, (triton.cdiv(num_rows, rows),),
         (out_rows, lse_rows, rows_of(out), rows_of(lse, lse=True), out_partial.stride(0), lse_partial.stride(0), splits,
          seqlen_q, heads, num_rows),
-        {"ROWS": rows, "CHUNK": chunk, "DIM": dim, "BLOCK_DIM": block_dim}, num_warps=4,
+        {"ROWS": rows, "CHUNK": chunk, "DIM": dim, "BLOCK_DIM": block_dim, "CHAINED": chained}, num_warps=4,
+        **chain.after(chained),
     )  # fmt: skip

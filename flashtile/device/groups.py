@@ -6,12 +6,19 @@ Where keys are few, a program has some heads of a group, not all (`tiles.group_s
 import triton
 import triton.language as tl
 
+from flashtile.device import chain
+
 ROWS = 32
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out, (num_rows, DIM): the sums in fp32 of parts, (num_rows, SPLITS, DIM), in their order. Both contiguous."""
+def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+              CHAINED: tl.constexpr = False):  # fmt: skip
+    """out, (num_rows, DIM): the sums in fp32 of parts, (num_rows, SPLITS, DIM), in their order. Both contiguous.
+
+    CHAINED: see chain.py.
+    """
+    chain.begin(CHAINED)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < num_rows)[:, None] & (cols < DIM)
@@ -21,11 +28,13 @@ def add_parts(parts, out, num_rows, SPLITS: tl.constexpr, ROWS: tl.constexpr, DI
     tl.store(out + rows[:, None] * DIM + cols, total.to(out.dtype.element_ty), mask=mask)
 
 
-def launch_add(gradients, parts, blocks, splits, launch):
-    """Each of the gradients, contiguous, from its parts; where these are None nothing. blocks: padded head dims."""
+def launch_add(gradients, parts, blocks, splits, launch, chained=False):
+    """Each of the gradients, contiguous, from its parts; where these are None nothing. blocks: padded head dims. chained: after
+    a kernel of `chain`."""
     for gradient, its_parts, block in zip(gradients, parts, blocks, strict=True):
         if its_parts is not None:
             dim = gradient.shape[-1]
             rows = gradient.numel() // dim
-            constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": block}
-            launch(add_parts, (triton.cdiv(rows, ROWS),), (its_parts, gradient, rows), constexprs, num_warps=4)
+            constexprs = {"SPLITS": splits, "ROWS": ROWS, "DIM": dim, "BLOCK_D": block, "CHAINED": chained}
+            launch(add_parts, (triton.cdiv(rows, ROWS),), (its_parts, gradient, rows), constexprs, num_warps=4,
+                   **chain.after(chained))  # fmt: skip

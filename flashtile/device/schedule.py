@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.device import chain
 from flashtile.device.cache import BOUNDS, CacheLayout, PackedCache, load_packed_lengths
 from flashtile.device.lengths import Lengths, load_lengths
 from flashtile.device.numerics import NEG_INF
@@ -119,13 +120,14 @@ def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "total_k", "num_heads"])
 def plan_packed(table, packing, rests_q, rests_k, lse, batch, max_tiles, total_q, total_k, num_heads, TILE_M: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+                BLOCK: tl.constexpr, CHAINED: tl.constexpr = False):  # fmt: skip
     """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
     table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
     since all programs read one; then each one's first tile. rests_q, rests_k: tuples of Rest, of total_q and total_k rows. lse:
-    (num_heads, total_q), or None.
+    (num_heads, total_q), or None. CHAINED: see chain.py.
     """
+    chain.begin(CHAINED)
     if tl.program_id(0) == 0:
         _write_table(table, packing, batch, max_tiles, False, TILE_M, BLOCK)
     else:
@@ -139,8 +141,10 @@ def plan_packed(table, packing, rests_q, rests_k, lse, batch, max_tiles, total_q
 
 @triton.jit(do_not_specialize=[*BOUNDS, "seqlen_q", "rows_apart", "batch", "max_tiles"])
 def plan_cached(table, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, rows_apart,
-                whole, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                whole, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr,
+                CHAINED: tl.constexpr = False):  # fmt: skip
     """One program writes the table of `plan_packed` for a call on a cache, a `PackedCache`."""
+    chain.begin(CHAINED)
     layout = CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     _write_table(table, PackedCache(layout, window, seqlen_q, rows_apart, whole), batch, max_tiles, True, TILE_M, BLOCK)
 

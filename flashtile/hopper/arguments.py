@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from flashtile import counters, hardware
-from flashtile.device import combine, schedule
+from flashtile.device import chain, combine, schedule
 from flashtile.device.compat import TensorDescriptor, gl
 from flashtile.device.dropout import dropout_of
 from flashtile.device.launch import Launches
@@ -110,13 +110,14 @@ def launch_forward(launch, kernel, problem, config, operands, results, parts, ta
     cuts = config.key_parts > 1
     written = parts if cuts else results
     arguments, constexprs, grid = forward_arguments(problem, config, operands, *written, table, counter, *pages)
-    launch(kernel, grid, arguments, constexprs, num_warps=4)
+    launch(kernel, grid, arguments, constexprs, num_warps=4, **chain.after(table is not None))
     if cuts:
         # As a batch where they are packed
         out, lse, out_parts, lse_parts = (x if results[0].dim() == 4 else x[None] for x in (*results, *parts))
         num_heads = out.shape[-2]
         out_parts = out_parts.unflatten(-2, (-1, num_heads)).permute(2, 0, 1, 3, 4)
-        combine.launch(out_parts, lse_parts.unflatten(1, (-1, num_heads)).transpose(0, 1), out, lse, launch)
+        combine.launch(out_parts, lse_parts.unflatten(1, (-1, num_heads)).transpose(0, 1), out, lse, launch,
+                       chained=True)  # fmt: skip
 
 
 def bind_resident(kernel, problem, config):
@@ -163,7 +164,7 @@ def _start_resident(kernel, problem, config, launch, *tensors):
         "MASKED": (hidden,) * (len(config.keys) - 1) + (hidden or problem.seqlen_k < sum(config.keys),),
     }  # fmt: skip
     launch(kernel, (programs * problem.num_heads,), arguments, constexprs, num_warps=4,
-           maxnreg=min(255, 512 // config.programs_per_sm // 8 * 8))  # fmt: skip
+           maxnreg=min(255, 512 // config.programs_per_sm // 8 * 8), **chain.after(table is not None))  # fmt: skip
 
 
 def _plan_forward(launch, problem, config, operands, out, lse, table):
@@ -202,7 +203,7 @@ def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests_q, 
 
 def launch_table(launch, kernel, num_programs, arguments, tile_rows):
     """A kernel of `schedule` that writes a table of packed tiles."""
-    launch(kernel, (num_programs,), arguments, {"TILE_M": tile_rows, "BLOCK": 1024}, num_warps=8)
+    launch(kernel, (num_programs,), arguments, {"TILE_M": tile_rows, "BLOCK": 1024, "CHAINED": True}, num_warps=8)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
@@ -376,6 +377,6 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         "CUT_LAST": cut_last, "HALF_LAST": _half_last(problem, config),
         "LAST_ROWS_FIRST": _last_rows_first(problem, config),
         "BIAS": bias,
-        "BOUNDED": bounded, "GATHERED": gathered,
+        "BOUNDED": bounded, "GATHERED": gathered, "CHAINED": table is not None or config.key_parts > 1,
     }  # fmt: skip
     return arguments, constexprs, (min(num_sms, programs * config.key_parts),)

@@ -77,7 +77,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile.device import columns, groups, masks, schedule, scores
+from flashtile.device import chain, columns, groups, masks, schedule, scores
 from flashtile.device import dropout as dropouts
 from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
@@ -415,6 +415,10 @@ def _load(
 ):  # fmt: skip
     PACKED: gl.constexpr = table is not None
     TILE_N: gl.constexpr = HALVES * HALF_N
+    # The first tile of keys is known, and may come, before the kernel that writes counters and row statistics has ended
+    EARLY: gl.constexpr = not (PACKED or FIXED_ORDER or GROUP_SIZE > 1)
+    if not EARLY:
+        chain.wait()
     turn = 0
     first = 0
     # A word of each key-value head of each sequence, see `_tell_front`
@@ -431,8 +435,16 @@ def _load(
     walk, lengths = _walk(unit, order, table, lengths, window, query_parts, fronts, GROUP_SIZE, TILE_M, TILE_N,
                           FIXED_ORDER)  # fmt: skip
     _publish(buffers, barriers, walk, lengths, turn, PACKED)
+    if EARLY:
+        _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, splits, lengths, turn, LIVE_D, HALVES, PACKED)
+        _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, splits, lengths, turn, LIVE_DV, HALVES, PACKED)
+        chain.wait()
     while walk.steps > 0:
         for i in range(walk.steps):
+            # Whether keys come under the queries
+            with_keys = i == 0
+            if EARLY:
+                with_keys = with_keys & (turn > 0)
             step = first + i
             tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
             if fronts is not None:
@@ -440,13 +452,13 @@ def _load(
                     _tell_front(fronts, unit, walk, order, tile)
             _load_rows(q_desc, neg_lse_desc, buffers.q, buffers.neg_lse, barriers.q_ready, barriers.q_free, walk, lengths, tile,
                        head, num_heads, padded_rows, step, LIVE_D, TILE_M, Q_STAGES, PACKED)  # fmt: skip
-            if i == 0:
+            if with_keys:
                 _load_keys(k_desc, buffers.k, barriers.k_ready, barriers.k_free, walk, splits, lengths, turn, LIVE_D,
                            HALVES, PACKED)  # fmt: skip
             _load_rows(dout_desc, neg_delta_desc, buffers.dout, buffers.neg_delta, barriers.dout_ready, barriers.dout_free,
                        walk, lengths, tile, head, num_heads, padded_rows, step, LIVE_DV, TILE_M, DOUT_STAGES,
                        PACKED)  # fmt: skip
-            if i == 0:
+            if with_keys:
                 _load_keys(v_desc, buffers.v, barriers.v_ready, barriers.v_free, walk, splits, lengths, turn, LIVE_DV,
                            HALVES, PACKED)  # fmt: skip
         first += walk.steps
@@ -653,6 +665,7 @@ def _follow_turns(
     """Where the order is fixed. AWAITS: let the partition of dq add when it is the turn of its tile of keys; else count what
     it has added, when that is in memory."""
     if FIXED_ORDER:
+        chain.wait()
         first = 0
         turn = 0
         walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -845,6 +858,8 @@ def _reduce_dq(
     zeros = gl.zeros([PIECE, COLUMNS], gl.float32, layout)
     LAST: gl.constexpr = min(COLUMNS, (sum_columns(LIVE_D, TILE_M) - 1) % PIECE + 1)
     last_zeros = gl.zeros([PIECE, LAST], gl.float32, columns.layout_of(LAST))
+    # What has cleared the sums
+    chain.wait()
     first = 0
     turn = 0
     walk, lengths = _receive(buffers, barriers, lengths, turn, PACKED)
@@ -1153,11 +1168,9 @@ def attention_backward(
     PACKED: gl.constexpr = table is not None
     HALVES: gl.constexpr = TILE_N // 64
     dtype: gl.constexpr = q_desc.dtype
-    if PACKED:
-        num_tiles = gl.load(table)
+    chain.allow()
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    order = Order(num_tiles, num_heads_kv, batch_heads, heads_side_by_side, tail_heads)
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, TILE_M], dtype)
     k_smem = boxes.allocate(k_desc, HALVES, BLOCK_D)
     v_smem = boxes.allocate(v_desc, HALVES, BLOCK_DV)
@@ -1189,6 +1202,10 @@ def attention_backward(
         turn_ready = None
         added = None
         counted = None
+    if PACKED:
+        chain.wait()
+        num_tiles = gl.load(table)
+    order = Order(num_tiles, num_heads_kv, batch_heads, heads_side_by_side, tail_heads)
     if BY_ROWS:
         v_free = allocate_barriers(1, 2)
         # dk leaves through the buffers of dscores, or if they are too small of k
@@ -1293,14 +1310,15 @@ def backward_rows(
     out, dout, dlse, lse, neg_lse, neg_delta, dq_sum, counters, dq, window, packing, right, batch, seqlen_q, seqlen_k,
     padded_rows, num_tiles, num_heads, num_counters, lse_factor, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     QUERY_TILE: tl.constexpr, SUM_D: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """lse_factor * lse and -(rowsum(dout * out) - dlse) for padded_rows rows a head, and zeros in counters and dq_sum.
 
     dq_sum: SUM_D numbers a row, or None; they stay as they are in sequences of `is_alone`, where `right` is not None.
     dq: None, or where to write zeros for the tiles of QUERY_TILE rows that see no key. lse_factor: -1 / scale, or -log2(e)
-    under a softcap. Rows past the end and rows without a key get what makes p 0.
+    under a softcap. Rows past the end and rows without a key get what makes p 0. CHAINED: see chain.py.
     """
+    chain.begin(CHAINED)
     program = tl.program_id(0)
     if program <= num_counters // CLEARED:
         places = program * CLEARED + tl.arange(0, CLEARED)
@@ -1357,9 +1375,10 @@ def _unpack(x, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit(do_not_specialize=["scale", "right", "batch", "seqlen_q", "padded_rows", "num_tiles", "num_heads"])
 def backward_convert(
     dq_sum, dq, scale, packing, right, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, SUM_D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, SUM_D: tl.constexpr, BLOCK_D: tl.constexpr, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq. right: as in `backward_rows`."""
+    """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq. right, CHAINED: as in `backward_rows`."""
+    chain.begin(CHAINED)
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
     if right is not None:
         if is_alone(at.lengths, right, TILE_N):
@@ -1551,9 +1570,10 @@ def launch_rows(problem, config, call, launch=launch_now):
     constexprs = {
         "TILE_M": ROW_TILE, "TILE_N": config.tile_n, "QUERY_TILE": config.tile_m, "SUM_D": _sum_columns(problem, config),
         "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_D": padded_dim(problem.head_dim, 2),
-        "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows,
+        "BLOCK_DV": padded_dim(problem.head_dim_v, 2), "WIDE": problem.wide_rows, "CHAINED": True,
     }  # fmt: skip
-    launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4)
+    # `plan_keys` comes before
+    launch(backward_rows, grid, kernel_arguments, constexprs, num_warps=4, **chain.after(problem.varlen))
 
 
 def plan_keys(problem, config, call, launch):
@@ -1598,7 +1618,8 @@ def launch_main(problem, config, call, launch):
         "BY_ROWS": config.by_rows, "RAGGED_N": problem.varlen or problem.seqlen_k % config.tile_n != 0,
         "FIXED_ORDER": config.fixed_order, "REGISTERS": config.registers,
     }  # fmt: skip
-    launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4)
+    launch(attention_backward, (min(config.num_programs, num_units),), kernel_arguments, constexprs, num_warps=4,
+           **chain.after())  # fmt: skip
 
 
 def launch_convert(problem, config, call, launch):
@@ -1611,8 +1632,9 @@ def launch_convert(problem, config, call, launch):
                         _right_of_stored(problem, config), problem.batch, problem.seqlen_q, padded_rows(problem), num_tiles,
                         problem.num_heads)  # fmt: skip
     constexprs = {"TILE_M": rows, "TILE_N": config.tile_n, "HEAD_DIM": problem.head_dim,
-                  "SUM_D": _sum_columns(problem, config), "BLOCK_D": padded_dim(problem.head_dim, 2)}  # fmt: skip
-    launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8)
+                  "SUM_D": _sum_columns(problem, config), "BLOCK_D": padded_dim(problem.head_dim, 2),
+                  "CHAINED": True}  # fmt: skip
+    launch(backward_convert, grid, kernel_arguments, constexprs, num_warps=8, **chain.after())
 
 
 def written_gradients(call):
@@ -1622,7 +1644,7 @@ def written_gradients(call):
 
 def launch_add(problem, config, call, launch):
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
-    groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.parts, launch)
+    groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.parts, launch, chained=True)
 
 
 def heads_in_groups(problem, config):

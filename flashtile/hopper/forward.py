@@ -55,7 +55,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttentio
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashtile.device import columns, masks, schedule, scores, softmax
+from flashtile.device import chain, columns, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
 from flashtile.device.barriers import allocate_barriers
 from flashtile.device.cache import Pages
@@ -1108,6 +1108,7 @@ def attention_forward(
     LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
     MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr,
     LAST_ROWS_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
+    CHAINED: gl.constexpr,
 ):  # fmt: skip
     """x_desc: TMA descriptors of arguments.py; of the rest, where that is apart (`HopperConfig`), else None. lse: pointer.
     counter: int32 (2,) of 0. cap: of `scores.cap_of`, or None.
@@ -1116,7 +1117,7 @@ def attention_forward(
     `cache.Pages` of PAGE_SIZE tokens, or None. parts: of the keys of a tile, each with heads of out and lse of its own, which
     `device.combine` merges, or None (without dropout). lse_stride, lse_apart: see LseRows. Constants: see Variant.
     REGISTERS, LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; where these are the first warps they
-    get the registers that are left.
+    get the registers that are left. CHAINED: see chain.py.
     """
     VALUES_APART: gl.constexpr = pages is not None and not GATHERED
     variant: gl.constexpr = _variant(
@@ -1124,6 +1125,8 @@ def attention_forward(
         VALUES_APART, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST,
         LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None, parts is not None,
     )  # fmt: skip
+    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
+    chain.begin(CHAINED)
     if table is not None:
         num_tiles = gl.load(table)
     if pages is not None:
@@ -1131,7 +1134,6 @@ def attention_forward(
     order = Order(num_tiles, num_heads, total_heads, heads_per_group, tail_heads)
     nothing = seqlen_q * 0
     lengths = Lengths(nothing, nothing, seqlen_q, seqlen_k)
-    ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
     out_heads = num_heads * HEADS
     if parts is not None:
         out_heads = out_heads * parts

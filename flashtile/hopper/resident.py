@@ -17,7 +17,7 @@ Limit: the chain of a tile, scores, maxima, exponentials, p v, each after the on
 and what was tried, with figures: docs/kernels/hopper-resident.md.
 """
 
-from flashtile.device import columns, masks, schedule, softmax
+from flashtile.device import chain, columns, masks, schedule, softmax
 from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     fence_async_shared,
@@ -278,6 +278,7 @@ def attention_forward_resident(
     """
     PACKED: gl.constexpr = table is not None
     if PACKED:
+        chain.begin()
         num_parts = gl.load(table)
     head = gl.program_id(0) % num_heads
     part = gl.program_id(0) // num_heads
