@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.device import cache
+from flashtile.device import cache, chain
 from flashtile.device.tensors import per_head_of, per_head_ptr, rows_of
 
 # Heads of a program; the largest finite number of fp8 (e4m3)
@@ -92,7 +92,7 @@ def append_rows(
     """
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if HAS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+        chain.allow()
     row = tl.program_id(0)
     # A cache may lie as (heads, slots, dim): heads times their stride needs 64 bits
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)

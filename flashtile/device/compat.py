@@ -3,7 +3,6 @@
 Kernels take these names from here and nothing that is versioned from Triton itself.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,10 +26,8 @@ copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else asy
 # Shared memory as another dtype, shape and layout: a method, which 3.9 has made public
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-# Programmatic dependent launch: the next kernel of the stream may begin, up to its gdc_wait
-allow_dependents = tl.extra.cuda.gdc_launch_dependents
 
 __all__ = [
-    "TensorDescriptor", "allow_dependents", "async_copy", "copy_async", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TensorDescriptor", "async_copy", "copy_async", "fence_async_shared", "gl", "gluon", "mbarrier",
     "partition_barrier", "reinterpret", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

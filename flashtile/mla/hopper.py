@@ -36,11 +36,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile.device import columns, softmax
+from flashtile.device import chain, columns, softmax
 from flashtile.device.barriers import allocate_barriers
 from flashtile.device.compat import (
     TensorDescriptor,
-    allow_dependents,
     async_copy,
     copy_async,
     fence_async_shared,
@@ -879,7 +878,7 @@ def decode(
     consumer's thread.
     """
     # The merge waits for all of this kernel, but may be loaded meanwhile
-    allow_dependents()
+    chain.allow()
     keys = portable.Keys(*keys, num_slots, entry_stride)
     part = schedule.part_of_program(table, gl.program_id(1), num_sequences)
     vectors: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

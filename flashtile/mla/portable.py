@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flashtile import settings
-from flashtile.device import softmax
+from flashtile.device import chain, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.merge import LSE_COPIES, merge_rows, store_rows
 from flashtile.device.numerics import LOG2_E, NEG_INF, dot
@@ -214,7 +214,7 @@ def merge(
         # A sequence that a part before began belongs to that part
         last_part = tl.where(first_part == tl.program_id(1), last_part, first_part)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        chain.wait()
     if last_part > first_part:
         total_rows = num_heads_kv * num_rows
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -438,7 +438,7 @@ class Call:
             merge, grid,
             (sequences_of(problem, x.out), sequences_of(problem, x.lse), partial_out, partial_lse, x.table, x.sinks,
              problem.num_rows, problem.num_heads_kv, num_parts),
-            constexprs, num_warps=warps, **({"launch_pdl": True} if self.DEPENDENT else {}),
+            constexprs, num_warps=warps, **chain.after(self.DEPENDENT),
         )  # fmt: skip
 
     # Of this tier's kernel; that of another has its own

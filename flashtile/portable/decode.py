@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from flashtile import hardware
-from flashtile.device import cache, masks, scores, softmax
+from flashtile.device import cache, chain, masks, scores, softmax
 from flashtile.device.append import Append
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
@@ -310,7 +310,7 @@ def _merge(part, first, rest, step, num_parts, rows, exists, column, lengths, ou
     tokens = (part.m_tile * TILE_M + rows) // GROUP_SIZE
     row_mask = exists & (rows < TILE_M) & (tokens < lengths.seqlen_q)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        chain.wait()
     if exists:
         ROWS: tl.constexpr = rows.shape[0]
         merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows * LSE_COPIES, TILE_M * HEAD_DIM_V,
@@ -491,7 +491,7 @@ def decode_attention(
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
     program = tl.program_id(0)
     if HAS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+        chain.allow()
     if BALANCED:
         share = program // SIDE
         side = program % SIDE
@@ -499,7 +499,7 @@ def decode_attention(
         shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE,
                          BATCH_BLOCK)  # fmt: skip
         if DEPENDENT:
-            tl.extra.cuda.gdc_wait()
+            chain.wait()
         position = share * shares.share
         stop = tl.minimum(position + shares.share, shares.total)
         if ONE_LOOP:
@@ -526,7 +526,7 @@ def decode_attention(
                 position += end - rest.begin
     else:
         if DEPENDENT:
-            tl.extra.cuda.gdc_wait()
+            chain.wait()
         batch, head, m_tile = _row_tile(program // num_splits, window, num_tiles, num_heads_kv)
         lengths = cache.load_cache_lengths(layout, batch, batch < num_sequences, seqlen_q)
         if m_tile * TILE_M < lengths.seqlen_q * GROUP_SIZE:
@@ -619,7 +619,7 @@ class Call:
         self.partial_rows = plan.slots * config.tile_m
         self.launches = Launches(self.start)
         self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
-        # Programmatic dependent launch
+        # See chain.py
         dependent = device.sm >= 90
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
@@ -651,12 +651,9 @@ class Call:
         self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
         self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once), block_dv // columns)
-        self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        self.merge_options = {"num_warps": 1 if by_tile and chunk <= 8 else 2, "num_stages": 1}
-        if self.constexprs["DEPENDENT"]:
-            self.options["launch_pdl"] = True
-        if dependent:
-            self.merge_options["launch_pdl"] = True
+        self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages,
+                        **chain.after(self.constexprs["DEPENDENT"])}  # fmt: skip
+        self.merge_options = {"num_warps": 1 if by_tile and chunk <= 8 else 2, "num_stages": 1, **chain.after(dependent)}
 
     def __call__(self, operands):
         """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them; operands: in any tuple."""
