@@ -44,6 +44,7 @@ DOCS = {
     "few-keys": ("geomeans", "backends-fwd"),
     "few-keys-train": ("geomeans", "backends-bwd"),
     "few-queries": ("geomeans", "backends-fwd"),
+    "few-heads": ("geomeans", "backends-fwd", "backends-bwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),
