@@ -209,7 +209,7 @@ class HopperConfig:
     l2_bytes: keys and values of the heads in work together. lazy: acc is rescaled only where a maximum grew by much, and p v is
     waited for after the exponentials; else a row's sum stays in parts until the end. heads: of a group that share a tile, by
     their queries side by side. rest_apart: of q and k those columns that count past the first 128 have memory of their own, so
-    that larger tiles fit. key_parts: of the keys of a tile, each with an out and lse of its own, see `_key_parts`.
+    that larger tiles fit. key_parts: of the keys of a tile, each with an out and lse of its own, see `_forward_us`.
     """
 
     tile_m: int
@@ -236,42 +236,28 @@ class HopperRow(NamedTuple):
     """One entry: the largest padded head dims it is for, the most keys that a query sees on average (`mean_keys` of a problem,
     None for any), and where it comes from.
 
-    dims: head_dim, and the padded head_dim_v; None for any. when: a function of (problem, number of SMs) that tells whether it
-    is for a call.
+    configs: of several the one by which a call ends first, see `_forward_us`. dims: head_dim, and the padded head_dim_v; None
+    for any. when: a function of the problem that tells whether it is for a call.
     """
 
     block_dim: int
     max_keys: int | None
-    config: HopperConfig
+    configs: tuple[HopperConfig, ...]
     source: str
     dims: tuple[range, int] | None = None
     when: Callable | None = None
 
 
-def _is_capped(problem, num_sms) -> bool:
+def _is_capped(problem) -> bool:
     return problem.softcap > 0
 
 
-def _has_dropout(problem, num_sms) -> bool:
+def _has_dropout(problem) -> bool:
     return problem.dropout_p > 0
 
 
-def _is_masked(problem, num_sms) -> bool:
+def _is_masked(problem) -> bool:
     return problem.masked
-
-
-# By queries of a tile, what a row costs at head dim 64 in long calls without a mask: fitted to single runs on an H200
-_ROW_COSTS = {128: 1.12, 192: 1.0, 256: 1.06}
-
-
-def _end_first(tile_m, problem, num_sms) -> bool:
-    """Whether tiles of so many queries end before others would: the last wave has fewer of them, or they are fewer."""
-
-    def time(rows):
-        tiles = problem.batch * problem.num_heads * -(-problem.mean_queries // rows)
-        return -(-tiles // num_sms) * rows * _ROW_COSTS[rows]
-
-    return min(_ROW_COSTS, key=time) == tile_m
 
 
 _L2_BYTES = 20 * 2**20
@@ -282,104 +268,157 @@ _HOPPER_SINGLE = "single runs on an H200, of 192/128 on an H100, see docs/kernel
 # few keys
 _SHORT = HopperConfig(128, 64, 4, _L2_BYTES)
 _MIDDLE = HopperConfig(128, 128, 3, _L2_BYTES)
+_WIDE = HopperConfig(192, 128, 2, _L2_BYTES)
 _FOUR = HopperConfig(256, 64, 8, _L2_BYTES)
 # Head dims 192/128. Not below 152, where the rest is 16 columns, which has not run
 _DIMS_APART = range(152, 193), 128
 # The first row that matches is taken.
 HOPPER = (
-    HopperRow(64, 1024, _SHORT, _HOPPER_SINGLE, when=_is_capped),
-    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=_is_capped),
-    HopperRow(64, 640, _SHORT, _HOPPER_SINGLE, when=_has_dropout),
-    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=_has_dropout),
-    HopperRow(64, 255, _SHORT, _HOPPER_SINGLE),
-    HopperRow(64, 640, _MIDDLE, _HOPPER_SINGLE),
-    HopperRow(64, None, _MIDDLE, _HOPPER_SINGLE, when=partial(_end_first, 128)),
-    HopperRow(64, 2100, _FOUR, _HOPPER_SOURCE, when=_is_masked),
-    HopperRow(64, None, HopperConfig(192, 128, 2, _L2_BYTES), _HOPPER_SOURCE, when=partial(_end_first, 192)),
-    HopperRow(64, None, _FOUR, _HOPPER_SOURCE),
-    HopperRow(128, 1024, _SHORT, _HOPPER_SINGLE, when=_is_capped),
-    HopperRow(128, 512, _SHORT, _HOPPER_SINGLE, when=_has_dropout),
-    HopperRow(128, 200, _SHORT, _HOPPER_SINGLE, when=_is_masked),
-    HopperRow(128, None, HopperConfig(128, 128, 2, _L2_BYTES), _HOPPER_SOURCE),
-    HopperRow(256, 650, HopperConfig(128, 64, 2, _L2_BYTES), _HOPPER_SINGLE, dims=_DIMS_APART, when=_is_masked),
-    HopperRow(256, None, HopperConfig(128, 128, 2, _L2_BYTES, rest_apart=True), _HOPPER_192, dims=_DIMS_APART),
-    HopperRow(256, None, HopperConfig(128, 64, 2, _L2_BYTES, lazy=True), _HOPPER_SOURCE),
+    HopperRow(64, 1024, (_SHORT,), _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(64, None, (_MIDDLE,), _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(64, 640, (_SHORT,), _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(64, None, (_MIDDLE,), _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(64, None, (_SHORT, _MIDDLE, _WIDE, _FOUR), _HOPPER_SOURCE),
+    HopperRow(128, 1024, (_SHORT,), _HOPPER_SINGLE, when=_is_capped),
+    HopperRow(128, 512, (_SHORT,), _HOPPER_SINGLE, when=_has_dropout),
+    HopperRow(128, 200, (_SHORT,), _HOPPER_SINGLE, when=_is_masked),
+    HopperRow(128, None, (HopperConfig(128, 128, 2, _L2_BYTES),), _HOPPER_SOURCE),
+    HopperRow(256, 650, (HopperConfig(128, 64, 2, _L2_BYTES),), _HOPPER_SINGLE, dims=_DIMS_APART, when=_is_masked),
+    HopperRow(256, None, (HopperConfig(128, 128, 2, _L2_BYTES, rest_apart=True),), _HOPPER_192, dims=_DIMS_APART),
+    HopperRow(256, None, (HopperConfig(128, 64, 2, _L2_BYTES, lazy=True),), _HOPPER_SOURCE),
 )
 
 
-def hopper_config(problem, device) -> HopperConfig:
-    """The configuration of the Hopper forward kernel."""
+def hopper_configs(problem) -> tuple[HopperConfig, ...]:
+    """Configurations of the Hopper forward kernel for a problem, of which `hopper_config` chooses."""
     itemsize = problem.dtype.itemsize
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
     block_dv = padded_dim(problem.head_dim_v, itemsize)
     keys = problem.mean_keys
-    for row in HOPPER:
-        if (block_dim <= row.block_dim and (row.max_keys is None or keys <= row.max_keys)
+    return next(row.configs for row in HOPPER
+                if block_dim <= row.block_dim and (row.max_keys is None or keys <= row.max_keys)
                 and (row.dims is None or problem.head_dim in row.dims[0] and block_dv == row.dims[1])
-                and (row.when is None or row.when(problem, device.num_sms))):  # fmt: skip
-            config = replace(row.config, heads=_heads_a_tile(problem, device, row.config.tile_m))
-            return replace(config, key_parts=_key_parts(problem, device, config))
-    raise KeyError(block_dim)
+                and (row.when is None or row.when(problem)))  # fmt: skip
 
 
-# H200, us, fitted to single runs: what a multiprocessor takes for 128 queries by 128 keys, by padded head dim, and to begin and
-# end a part of a tile; what a call takes to launch, and to launch the kernel that merges; bytes a us that this one moves, and
-# at which keys and values come.
-_TILE_US = {64: 1.1, 128: 1.33, 256: 2.4}
-_PART_US, _LAUNCH_US, _MERGE_US, _MERGED_A_US, _READ_A_US = 2, 7, 3.5, 2.9e6, 3.4e6
+def hopper_config(problem, device) -> HopperConfig:
+    """The configuration of the Hopper forward kernel: of those for the problem, heads a tile and numbers of parts, what ends
+    first."""
+    whole = [replace(config, heads=heads) for config in hopper_configs(problem)
+             for heads in _numbers_of_heads(problem, device, config.tile_m)]  # fmt: skip
+    candidates = [replace(config, key_parts=parts) for config in whole for parts in _numbers_of_parts(problem, device, config)]
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=partial(_forward_us, problem, device))
+
+
+class _Cost(NamedTuple):
+    """us of a multiprocessor: for 128 queries by 128 keys; to begin and end a tile of queries; what that takes more under a
+    mask, and for a part of the keys."""
+
+    tile: float
+    begin: float
+    masked: float = 0
+    part: float = 0
+
+
+# H200, fitted to single runs: by padded head dim and tile, or head dim alone
+_COSTS = {
+    (64, 128, 64): _Cost(1.4, 0.42, 0.39), (64, 128, 128): _Cost(1.17, 0.83, 0.3, 0.9), (64, 192, 128): _Cost(0.85, 3.25, 2.1),
+    (64, 256, 64): _Cost(0.96, 4.45, 0.2), 128: _Cost(1.33, 2), 256: _Cost(2.4, 2),
+}  # fmt: skip
+# us: what a call takes to launch, and to launch the kernel that merges; bytes a us that this one moves, and at which keys and
+# values come
+_LAUNCH_US, _MERGE_US, _MERGED_A_US, _READ_A_US = 8.1, 3.4, 2.9e6, 3.4e6
 _MOST_KEY_PARTS = 16
+# By so much a call in parts must end sooner; and one whose heads share tiles, without a mask and with one: H200, us, single
+# runs, heads apart and sharing, 2048 keys 404, 414, causal 214, 222, 512 89, 96, but 404 keys of 8 on 1 22.5, 17.1, 700 37.1,
+# 29.3, causal 13 x 576 of 4 on 1 of dim 64 140, 121
+_PARTS_MARGIN, _HEADS_MARGIN = 1.04, {False: 1.03, True: 1.06}
 
 
-def _key_parts(problem, device, config) -> int:
-    """Parts of the keys of a tile of the Hopper forward: more than one where tiles are too few, or too unlike, to end together.
+def _num_tiles(problem, config):
+    return problem.batch * problem.num_heads // config.heads * -(-problem.mean_queries // config.queries)
+
+
+def _key_tiles(problem, config):
+    """Of the longest tiles of queries; the part of all that are as long; what the shortest has less; and the power of the way
+    there, 1 where lengths change evenly, less where most tiles are short, as in packed calls.
+
+    Under a causal mask tiles see one key at least up to all of them, in a window they are alike but for those that begin with
+    the sequence.
+    """
+    keys, mean, alike = problem.seqlen_k, problem.mean_keys, 0.0
+    left, right = problem.window
+    if None not in problem.window:
+        alike = max(0.0, 1 - left / max(keys, 1))
+        keys = min(keys, max(0, left + right + config.queries))
+        mean += config.queries
+    missing = max(0, keys - mean) / (1 - alike) if alike < 1 else 0
+    less = min(2 * missing, keys)
+    return keys / config.tile_n, alike, less / config.tile_n, less / missing - 1 if missing else 1
+
+
+def _numbers_of_parts(problem, device, config):
+    """Parts that the keys of a tile of the Hopper forward may have: several where tiles are too few, or too unlike, to end
+    together.
 
     Not with dropout, whose numbers belong to a head: of out and lse each part has heads of its own.
     """
-    programs = programs_in_order(problem.deterministic, device.num_sms)
-    tiles = problem.batch * problem.num_heads // config.heads * -(-problem.mean_queries // config.queries)
-    seen = problem.seqlen_k
-    if None not in problem.window:
-        seen = min(seen, max(0, sum(problem.window) + config.queries))
-    if problem.dropout_p or not tiles or not seen or tiles > 4 * programs:
-        return 1
+    tiles = _num_tiles(problem, config)
+    if problem.dropout_p or not tiles or tiles > 4 * programs_in_order(problem.deterministic, device.num_sms):
+        return range(1, 2)
+    return range(1, 1 + min(_MOST_KEY_PARTS, max(1, int(_key_tiles(problem, config)[0]))))
+
+
+def _forward_us(problem, device, config) -> float:
+    """An estimate of what the Hopper forward takes."""
+    programs, parts = programs_in_order(problem.deterministic, device.num_sms), config.key_parts
     block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
-    tile_us = _TILE_US[block_dim] * config.tile_m * config.tile_n / 128**2
-    # In key tiles, of the longest tile and what the shortest has less
-    longest, less = seen / config.tile_n, 2 * max(0, seen - problem.mean_keys) / config.tile_n
-    itemsize = problem.dtype.itemsize
-    out_bytes = problem.batch * problem.mean_queries * problem.num_heads * problem.head_dim_v * itemsize
-    row_bytes = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * itemsize
+    cost = _COSTS.get((block_dim, config.tile_m, config.tile_n)) or _COSTS[max(128, block_dim)]
+    tile_us = cost.tile * config.tile_m * config.tile_n / 128**2
+    part_us = cost.begin + problem.masked * cost.masked + (parts > 1) * cost.part
+    longest, alike, less, power = _key_tiles(problem, config)
+    tiles = _num_tiles(problem, config)
+    units = max(1, tiles * parts)
+
+    def unit(number):
+        """The time of one, of which so many are longer: some program has two of the first `programs` + 1."""
+        shorter = less * (max(0.0, number / units - alike) / max(1e-9, 1 - alike)) ** power
+        return -(-max(1, longest - shorter) // parts) * tile_us + part_us
+
+    waves = -(-units // programs)
+    # Of many waves, of which all but the last have longer units, the mean tells
+    ends = max((i + 1) * unit(i * programs) for i in {*range(min(waves, 32)), waves - 1})
+    row_bytes = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     read_us = (problem.total_k if problem.varlen else problem.batch * problem.seqlen_k) * row_bytes / _READ_A_US
-
-    def time(parts):
-        units = tiles * parts
-
-        def unit(number):
-            """The time of one, of which so many are longer: some program has two of the first `programs` + 1."""
-            return -(-max(1, longest - less * number / units) // parts) * tile_us + _PART_US
-
-        ends = max((i + 1) * unit(i * programs) for i in range(-(-units // programs)))
-        ends = max(ends, tiles * ((longest - less / 2) * tile_us + parts * _PART_US) / programs, read_us)
-        return _LAUNCH_US + ends + (_MERGE_US + (parts + 1) * out_bytes / _MERGED_A_US if parts > 1 else 0)
-
-    best = min(range(1, min(_MOST_KEY_PARTS, int(longest) or 1) + 1), key=time)
-    return best if time(best) <= 0.93 * time(1) else 1
+    ends = max(ends, tiles * ((longest - less * (1 - alike) / (1 + power)) * tile_us + parts * part_us) / programs, read_us)
+    if config.heads > 1:
+        ends *= _HEADS_MARGIN[problem.masked]
+    if parts == 1:
+        return _LAUNCH_US + ends
+    out_bytes = problem.batch * problem.mean_queries * problem.num_heads * problem.head_dim_v * problem.dtype.itemsize
+    return _PARTS_MARGIN * (_LAUNCH_US + ends + _MERGE_US + (parts + 1) * out_bytes / _MERGED_A_US)
 
 
-def _heads_a_tile(problem, device, tile_m) -> int:
-    """How many heads share the tiles of the Hopper forward: all of a group, or 1.
+def _may_share(problem) -> bool:
+    """Whether heads of a group may share tiles: the rows of a consumer hold whole groups. ALiBi and dropout ask for the head of
+    each row, which the kernel knows for lse and sinks only."""
+    return problem.group_size in (2, 4, 8, 16, 32, 64) and not problem.has_alibi and not problem.dropout_p
+
+
+def _numbers_of_heads(problem, device, tile_m) -> tuple[int, ...]:
+    """How many heads may share the tiles of the Hopper forward: all of a group, or 1, or what ends first.
 
     All, where queries are few, so that this halves the number of tiles at least, and the tiles are more than can run at once,
-    or keys are many, so that parts of them are. ALiBi and dropout ask for the head of each row, which the kernel knows for lse
-    and sinks only.
+    or keys are many, so that parts of them are.
     """
+    if not _may_share(problem):
+        return (1,)
     group = problem.group_size
-    # the rows of a consumer hold whole groups
-    if group not in (2, 4, 8, 16, 32, 64) or problem.has_alibi or problem.dropout_p:
-        return 1
     tiles, shared = -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
     in_waves = problem.batch * problem.num_heads_kv * tiles > device.num_sms
-    return group if (in_waves or problem.seqlen_k >= 1024) and 2 * shared <= tiles else 1
+    if (in_waves or problem.seqlen_k >= 1024) and 2 * shared <= tiles:
+        return (group,)
+    return (1, group) if shared < tiles else (1,)
 
 
 # Slots of the least box of a page, where TMA loads it
@@ -440,7 +479,7 @@ def resident_config(problem, device) -> ResidentConfig | None:
     """
     if (problem.softcap or problem.has_alibi or problem.has_sinks or problem.dropout_p or problem.softmax_scale <= 0
             or max(problem.head_dim, problem.head_dim_v) > 128 or not 0 < problem.seqlen_k <= sum(RESIDENT_KEYS[-1])
-            or hopper_config(problem, device).heads > 1):  # fmt: skip
+            or 1 not in _numbers_of_heads(problem, device, hopper_configs(problem)[0].tile_m)):  # fmt: skip
         return None
     keys = next(keys for keys in RESIDENT_KEYS if problem.seqlen_k <= sum(keys))
     columns, columns_v = (wide + (rest or wide * (dim > wide))
@@ -597,7 +636,7 @@ DECODE = (
 def cuts_keys(problem, device) -> bool:
     """Whether a forward has so few queries that the portable kernel of caches, which cuts keys into parts, is for it.
 
-    On Hopper those fill less than half of a tile, since its own kernel cuts keys too (`_key_parts`). That is where three
+    On Hopper those fill less than half of a tile, since its own kernel cuts keys too (`_forward_us`). That is where three
     quarters of a tile of 64 rows, queries of all heads of a group, are empty, of many keys half, or where tiles leave three
     quarters of the multiprocessors without work, of more keys half of them. problem: AttentionProblem.
 

@@ -67,8 +67,8 @@ def check_attention(case, dtype, device="cpu", fn=None, seed=0):
 
 
 def three_key_parts(problem, device, config):
-    """In place of `tiles._key_parts`: parts of the keys for any call that may have them."""
-    return 1 if problem.dropout_p else 3
+    """In place of `tiles._numbers_of_parts`: parts of the keys for any call that may have them."""
+    return (1,) if problem.dropout_p else (3,)
 
 
 def three_query_parts(problem, config):

@@ -71,7 +71,19 @@ def three_parts(monkeypatch, forget):
 
     from flashtile import tiles
 
-    monkeypatch.setattr(tiles, "_key_parts", three_key_parts)
+    monkeypatch.setattr(tiles, "_numbers_of_parts", three_key_parts)
+    forget()
+
+
+@pytest.fixture
+def shared_heads(monkeypatch, forget):
+    """Heads of a group share the tiles of the Hopper forward wherever they may, as those of few queries do."""
+    from flashtile import tiles
+
+    def group(problem, device, tile_m):
+        return (problem.group_size if tiles._may_share(problem) else 1,)
+
+    monkeypatch.setattr(tiles, "_numbers_of_heads", group)
     forget()
 
 

@@ -27,8 +27,8 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,
           ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8,
           ("packed", 192): 112, ("window", 256): 120,
-          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 32, ("parts packed", 64): 16,
-          ("parts causal", 128): 8, ("parts window", 128): 24, ("parts heads", 128): 8,
+          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 72, ("parts packed", 64): 16,
+          ("parts causal", 128): 8, ("parts window", 128): 24, ("parts heads", 128): 8, ("parts heads", 64): 32,
           ("parts", 192): 128, ("parts causal", 192): 112, ("parts window", 192): 128, ("parts packed", 192): 128,
           ("parts heads", 192): 32, ("parts features", 192): 40, ("parts", 256): 48, ("parts causal", 256): 72,
           ("parts window", 256): 96, ("parts features", 256): 168, ("parts packed", 256): 48,
@@ -106,7 +106,7 @@ def _problem(dims, name, seqlen, window=None):
 
 
 def _chosen():
-    """(dims, name of the options, seqlen, window) of calls that the table has tiles for; some twice."""
+    """(dims, name of the options, seqlen, window) of calls; some twice."""
     for dims in DIMS:
         for seqlen in SEQLENS:
             yield from ((dims, name, seqlen, None) for name in ("plain", "causal", "packed", "dropout"))
@@ -126,33 +126,35 @@ def _chosen():
     yield from ((dims, "columns", 4096, None) for dims in ((96, 96), (192, 192)))
 
 
-def _config(call):
-    from flashtile import hardware, tiles
+def _configs(call):
+    """All that it may have."""
+    from flashtile import tiles
 
-    config = tiles.hopper_config(_problem(*call), hardware.by_name("H200"))
-    return replace(config, heads=8 if "heads" in call[1] else 1, key_parts=4 if "parts" in call[1] else 1)
+    for config in tiles.hopper_configs(_problem(*call)):
+        # Half of a diagonal's tile
+        if "short" not in call[1] or config.tile_m == config.tile_n:
+            yield replace(config, heads=8 if "heads" in call[1] else 1, key_parts=4 if "parts" in call[1] else 1)
 
 
 def _calls():
-    """One of `_chosen` for each dims, options and configuration."""
+    """One of `_chosen`, and its configuration, for each dims, options and configuration."""
     calls = {}
     for call in _chosen():
-        config = _config(call)
-        # Half of a diagonal's tile
-        if "short" not in call[1] or config.tile_m == config.tile_n:
-            calls.setdefault((*call[:2], config), call)
+        for config in _configs(call):
+            calls.setdefault((*call[:2], config), (call, config))
     return list(calls.values())
 
 
-def _compile(call):
+def _compile(call_and_config):
     """Report of one call, as a dict."""
     from flashtile.bench import offline
     from flashtile.hopper import forward
     from flashtile.problem import Operands
     from flashtile.tiles import padded_dim
 
+    call, config = call_and_config
     (head_dim, head_dim_v), name, seqlen, _ = call
-    problem, config = _problem(*call), _config(call)
+    problem = _problem(*call)
     packed = problem.varlen
     starts = torch.empty(problem.batch + 1, dtype=torch.int32, device="meta") if packed else None
     seqlens = (problem.seqlen_q, seqlen, seqlen)

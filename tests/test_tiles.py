@@ -1,5 +1,6 @@
 """Arithmetic of tiles that no GPU is needed for."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -65,13 +66,14 @@ def tile(seqlen, head_dim, batch=64, **options):
 def test_tiles_of_the_hopper_forward_follow_the_keys_that_a_query_sees():
     causal = {"window": (None, 0)}
     short, middle, wide, four = (128, 64), (128, 128), (192, 128), (256, 64)
-    assert [tile(n, 64) for n in (200, 640, 1024, 4096)] == [short, middle, four, wide]
-    assert [tile(n, 64, **causal) for n in (400, 1024, 4096, 8192)] == [short, middle, four, wide]
-    assert [tile(16384, 64, window=(left, 0)) for left in (127, 511, 1023, 4095)] == [short, middle, four, wide]
+    # 768 are whole tiles of 192
+    assert [tile(n, 64) for n in (640, 768, 1024, 4096)] == [middle, wide, four, wide]
+    assert [tile(n, 64, **causal) for n in (300, 1024, 4096, 8192)] == [short, middle, four, wide]
+    assert [tile(16384, 64, window=(left, 0)) for left in (63, 511, 1023, 4095)] == [short, middle, middle, wide]
     assert [tile(n, 128, **causal) for n in (384, 512)] == [short, middle] and tile(128, 128) == middle
     # Of packed sequences neither the mean alone nor the longest counts: most queries are those of long ones
     few, many = ({"total_q": 64 * mean, "total_k": 64 * mean} for mean in (10, 1188))
-    assert tile(1024, 64, **few, **causal) == tile(1024, 128, **few, **causal) == short
+    assert tile(1024, 128, **few, **causal) == short
     assert tile(8192, 64, **many, **causal) == four and tile(8192, 64, **many) == wide
 
 
@@ -151,6 +153,45 @@ def test_calls_of_one_wave_have_tiles_that_fill_it():
     assert tile(2048, 64, batch=1) == (128, 128)
     # a second wave of 192 queries' tiles would be half empty
     assert tile(4096, 64, batch=2) == (256, 64) and tile(4096, 64, batch=8) == (192, 128)
+    # Of two causal tiles a program one is as much shorter as the other is longer
+    assert tile(4096, 64, batch=1, window=(None, 0)) == tile(2048, 64, batch=2, window=(None, 0)) == (128, 128)
+    assert tile(3072, 64, batch=2, window=(None, 0)) == (192, 128)
+
+
+def test_heads_of_a_group_share_tiles_where_these_are_fewer_then():
+    def shares(*shape, **options):
+        return hopper_config(few_queries(*shape, **options), hardware.by_name("H200")).heads
+
+    # The last tile of each head has 20 rows of 128: a wave less
+    assert shares(1, 404, 404, 40, 5) == shares(3, 700, 700, 16, 2) == 8
+    # As many tiles, or no wave less
+    assert shares(1, 512, 512, 40, 5) == shares(4, 2048, 2048, 32, 8) == shares(1, 577, 577, 32, 4) == 1
+    # A diagonal that heads share hides keys of every tile
+    assert shares(1, 404, 404, 40, 5, window=(None, 0)) == 1
+    assert shares(13, 576, 576, 64, 16, head_dim=64, window=(None, 0)) == 4
+    assert shares(1, 404, 404, 40, 5, dropout_p=0.1) == shares(1, 404, 404, 40, 5, has_alibi=True) == 1
+
+
+def test_calls_without_queries_have_tiles():
+    for head_dim, options in itertools.product((64, 128, 256), ({}, {"dropout_p": 0.1}, {"window": (None, 0)})):
+        empty = problem(0, head_dim, head_dim)
+        assert hopper_config(replace(empty, batch=0, **options), hardware.by_name("H200")).key_parts == 1
+        assert hopper_config(replace(empty, seqlen_k=7, **options), hardware.by_name("H200")).key_parts == 1
+
+
+def test_few_tiles_of_few_keys_go_to_the_portable_kernel():
+    from flashtile import dispatch
+
+    def tier(*shape, **options):
+        return dispatch.plan(few_queries(*shape, **options), hardware.by_name("H200"), "forward").tier
+
+    causal = {"window": (None, 0)}
+    assert tier(1, 768, 768, 4, 4, **causal) == tier(1, 1024, 1024, 8, 8, head_dim=64, **causal) == "portable"
+    assert tier(1, 1344, 1344, 1, 1, head_dim=80, **causal) == tier(1, 1500, 1500, 2, 2, head_dim=64, **causal) == "hopper"
+    # At head dim 256 that one has long steps
+    assert tier(2, 64, 64, 16, 16, head_dim=256) == "portable" and tier(10, 128, 128, 6, 1, head_dim=192) == "hopper"
+    # Its keys can't be cut
+    assert tier(1, 1500, 1500, 2, 2, dropout_p=0.1) == "portable"
 
 
 def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
@@ -161,10 +202,10 @@ def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
     assert [padded_dim(24, 2, 32), padded_dim(24, 2, 64), padded_dim(8, 2, 32), padded_dim(40, 2, 32)] == [32, 64, 16, 64]
 
 
-@pytest.mark.parametrize("row", HOPPER, ids=lambda row: str(row.config))
-def test_stages_of_the_hopper_forward_are_enough_for_turns(row):
+@pytest.mark.parametrize("config", sorted({config for row in HOPPER for config in row.configs}, key=str), ids=str)
+def test_stages_of_the_hopper_forward_are_enough_for_turns(config):
     """The first consumer begins so many key tiles later than the last, and keeps the turn until then."""
-    assert (row.config.tile_m - 64) / row.config.tile_n < row.config.num_stages
+    assert (config.tile_m - 64) / config.tile_n < config.num_stages
 
 
 @pytest.mark.parametrize("head_dim", range(8, 129, 8))

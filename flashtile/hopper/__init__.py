@@ -13,6 +13,12 @@ DIRECTIONS = ("forward", "backward", "decode")
 # 1 x 2048 of 8 27.1 (29.3), 27.9 (29.0), 1 x 4096 of 4 44.6 (51.4), 45.8 (51.2); 128: 8 x 128 13.8 (12.2), 4 x 256 14.5
 # (13.7), 4 x 384 20.0 (25.4).
 _FEW_KEYS = {64: 512, 128: 256}
+# And where tiles fill half of the multiprocessors, so that more keys are in parts. H200, us, single runs, causal: head dim 64
+# 768 of 1 head 13.8 (12.2), of 4 14.4 (12.6), 1024 of 4 15.6 (14.8), of 8 17.5 (15.5), 1500 of 2 15.4 (19.1); 80 1344 of 1
+# 15.8 (22.3); 96 768 of 4 18.2 (16.4); 128 768 of 4 16.8 (15.7), 1024 of 4 17.6 (18.8), 1100 of 2 17.1 (20.0); 192 512 of 4
+# 17.4 (26.3); 256 256 of 8 13.8 (18.7), 384 of 4 17.5 (22.7); full 64 1200 of 1 15.7 (13.0), 192 10 x 128 of 6 12.4 (13.4), 158
+# of 10 12.1 (14.8), 256 4 x 120 queries of 106 keys 12.4 (13.1), 2 x 64 of 16 12.2 (9.7), 2 x 40 of 1000 keys of 8 21.0 (43.5).
+_FEW_KEYS_OF_PARTS = {64: 1024, 128: 768, 256: 64}
 
 # By padded head dim, how many times as fast as the portable kernel of caches a multiprocessor is: H100, single runs, 8192 keys,
 # us of as many tiles of one wave, in brackets the portable kernel, all of whose programs have work: head dim 64 of 64 heads 64
@@ -70,10 +76,11 @@ def yields(problem, device, direction) -> str | None:
         # This kernel takes 13 us at least (single runs, as _FEW_KEYS). The portable one's tiles are half as high or less: it
         # uses twice the multiprocessors, each at two thirds of the speed (benchmarks/results/nvidia-h200/paper-portable.json).
         sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
-        num_tiles = sequences * problem.num_heads * -(-rows // config.tile_m) * config.key_parts
-        if 2 * num_tiles <= device.num_sms:
-            return f"fills {num_tiles} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
+        whole = sequences * problem.num_heads * -(-rows // config.tile_m)
+        num_tiles = whole * config.key_parts
         block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
+        if 2 * whole <= device.num_sms and (problem.seqlen_k <= _FEW_KEYS_OF_PARTS[block_dim] or problem.dropout_p):
+            return f"fills {whole} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
         few_keys = _FEW_KEYS.get(block_dim, 0)
         if num_tiles <= device.num_sms and problem.seqlen_k <= few_keys and not problem.varlen:
             return f"a tile a multiprocessor, of {problem.seqlen_k} keys; the portable kernel's smaller tiles end sooner"

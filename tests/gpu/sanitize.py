@@ -122,7 +122,7 @@ def main(tier, *names):
         from flashtile import tiles
         from flashtile.hopper import backward_config
 
-        tiles._key_parts = checks.three_key_parts
+        tiles._numbers_of_parts = checks.three_key_parts
         backward_config.query_parts = checks.three_query_parts
         tiles.resident_config = lambda problem, device: None
         run_cases(cases)

@@ -110,6 +110,15 @@ def test_three_query_parts(tier, case, dtype, three_query_parts, poisoned):
 
 
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("case", [c for case in CASES + SHORT for c in (case, case.scaled(3))
+                                  if c.heads_kv < c.heads and not c.dropout_p and not c.alibi],
+                         ids=lambda case: case.name)  # fmt: skip
+def test_shared_heads(tier, case, shared_heads, long_keys, poisoned):
+    skip_refused(tier, case, torch.bfloat16)
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 def test_an_infinite_sink_in_one_of_three_parts(tier, three_parts, long_keys, poisoned):
     checks.check_infinite_sink(BY_NAME["sinks_causal_gqa"], torch.bfloat16, "cuda")
 
@@ -150,8 +159,9 @@ def test_few_keys_as_many(tier, case, long_keys, poisoned):
 def long_tiles(long_keys, monkeypatch, request):
     """Calls have the tiles of long ones, at head dims to 64 those of so many queries; what other units limit stays as it is."""
     limited = (tiles._is_capped, tiles._has_dropout)
-    rows = (row if row.when in limited else row._replace(when=None) for row in tiles.HOPPER
-            if row.max_keys is None and (row.block_dim > 64 or row.when in limited or row.config.tile_m == request.param))
+    rows = [row if row.when in limited else row._replace(when=None) for row in tiles.HOPPER if row.max_keys is None]
+    rows = [row if len(row.configs) == 1 else row._replace(configs=tuple(c for c in row.configs if c.tile_m == request.param))
+            for row in rows]  # fmt: skip
     monkeypatch.setattr(tiles, "HOPPER", tuple(rows))
     return request.param
 
