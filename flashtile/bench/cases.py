@@ -471,6 +471,8 @@ PRESETS = {
         (
             Shape("1", "4k", nheads="4", headdim="64,128", causal="yes"),
             Shape("1", "2k", nheads="8", headdim="64,128", causal="yes"),
+            Shape("1", "4k", nheads="8", headdim="64", causal="yes"),
+            Shape("2", "2k", nheads="8", headdim="64", causal="yes"),
             Shape("1", "8k", nheads="1,2", headdim="128", causal="yes"),
             Shape("1", "16k", nheads="1", headdim="64,128", causal="yes"),
             Shape("1", "4k", nheads="4", nheads_kv="1", headdim="128", causal="yes"),
