@@ -415,7 +415,7 @@ def _numbers_of_heads(problem, device, tile_m) -> tuple[int, ...]:
         return (1,)
     group = problem.group_size
     tiles, shared = -(-problem.seqlen_q // tile_m) * group, -(-problem.seqlen_q * group // tile_m)
-    in_waves = problem.batch * problem.num_heads_kv * tiles > device.num_sms
+    in_waves = problem.batch * problem.num_heads_kv * tiles > programs_in_order(problem.deterministic, device.num_sms)
     if (in_waves or problem.seqlen_k >= 1024) and 2 * shared <= tiles:
         return (group,)
     return (1, group) if shared < tiles else (1,)

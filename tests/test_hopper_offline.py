@@ -41,7 +41,8 @@ SPILLS_3_8 = SPILLS | {("causal", 64): 80, ("bias", 64): 112, ("packed", 64): 88
                        ("bias", 128): 24, ("packed", 128): 40, ("short packed", 128): 40, ("softcap window", 128): 16,
                        ("softcap packed", 128): 48, ("window", 128): 16, ("window", 256): 128, ("parts", 64): 64,
                        ("parts causal", 64): 80, ("parts packed", 64): 96, ("parts features", 128): 16,
-                       ("parts", 256): 56, ("parts window", 256): 136}  # fmt: skip
+                       ("parts", 256): 56, ("parts window", 256): 136, ("parts window", 64): 144,
+                       ("parts heads", 64): 112}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
