@@ -27,7 +27,7 @@ SPILLS = {("plain", 256): 56, ("causal", 256): 48, ("features", 256): 176, ("cau
           ("softcap dropout", 256): 144, ("columns", 256): 8, ("window", 64): 32, ("window", 192): 72,
           ("softcap window", 128): 8, ("short packed", 128): 8, ("packed", 128): 8,
           ("packed", 192): 112, ("window", 256): 120,
-          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 72, ("parts packed", 64): 16,
+          ("parts", 64): 24, ("parts causal", 64): 16, ("parts window", 64): 80, ("parts packed", 64): 16,
           ("parts causal", 128): 8, ("parts window", 128): 24, ("parts heads", 128): 8, ("parts heads", 64): 32,
           ("parts", 192): 128, ("parts causal", 192): 112, ("parts window", 192): 128, ("parts packed", 192): 128,
           ("parts heads", 192): 32, ("parts features", 192): 40, ("parts", 256): 48, ("parts causal", 256): 72,
