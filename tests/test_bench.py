@@ -426,6 +426,27 @@ def test_forward_only_backends_say_so(monkeypatch):
     assert [(r.mode, r.status) for r in report.results] == [("fwd", "ok"), ("bwd", "refused")]
 
 
+def test_a_backend_may_have_a_cache(monkeypatch):
+    """Of the same keys and values, made before what is timed; without one it gets them as they are."""
+    made = []
+
+    def over_cache(k, v, case):
+        made.append(case)
+        return lambda q, *_: peers.naive_attention(q, k, v, case)
+
+    def attend(q, k, v, case):
+        raise AssertionError("not over a cache")
+
+    _backend(monkeypatch, "cached", attend, over_cache=over_cache)
+    report = bench.compare([SMALL], ["naive", "cached"], ("decode",), device="cpu", settings=QUICK, baseline="naive")
+    assert [r.status for r in report.results] == ["ok", "ok"] and made == [SMALL]
+    refusal = peers.BACKENDS["fa3-kvcache"].refusal
+    assert "--mode decode" in refusal(SMALL, "fwd", "cuda") and "pages" in refusal(
+        dataclasses.replace(SMALL, page_size=64), "decode", "cuda")  # fmt: skip
+    bf16 = dataclasses.replace(SMALL, dtype="bf16", softcap=30.0)
+    assert refusal(bf16, "decode", "cuda") is None and peers.BACKENDS["fa3"].refusal(bf16, "fwd", "cuda") is None
+
+
 def test_deterministic_backend(monkeypatch):
     """The option reaches the call; decoding has none."""
     seen = []

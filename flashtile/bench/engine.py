@@ -485,8 +485,8 @@ class _Measurement:
         modes = []
         try:
             attend = peers.load(name, str(self.device))
-            if name == SUBJECT and open_modes == [DECODE]:
-                attend = peers.cache_attend(state.k, state.v, case)
+            if (over_cache := peers.BACKENDS[name].over_cache) and open_modes == [DECODE]:
+                attend = over_cache(state.k, state.v, case)
             for mode in open_modes:
                 blocked = self._blocked(case, name, mode)
                 if blocked is None:

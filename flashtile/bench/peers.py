@@ -34,7 +34,8 @@ class Refused(FlashtileError):
 class Backend:
     """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None.
 
-    dense, varlen, dropout, alibi, latent: whether it takes such cases here.
+    dense, varlen, dropout, alibi, latent: whether it takes such cases here. over_cache(k, v, case) -> attend over k and v as a
+    cache whose slots are all in use; others have the same keys in one piece where decoding is timed.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Backend:
     dropout: bool = False
     alibi: bool = False
     latent: bool = False
+    over_cache: Callable | None = None
     # Distribution whose version is recorded.
     package: str = "torch"
 
@@ -420,19 +422,21 @@ def _load_flash_attn(device):
     return attend
 
 
+def _load_fa3(device):
+    # The wheel's interface imports its options under the name that a source build gives them.
+    with suppress(ImportError):
+        sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
+    return _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
+
+
 def _fa3_loader(num_splits):
     """num_splits: parts of the keys; 0: as many as it chooses."""
 
     def load(device):
-        # The wheel's interface imports its options under the name that a source build gives them.
-        try:
-            sys.modules.setdefault("flash_attn_config", import_module("fa3_fwd_config"))
-        except ImportError:
-            pass
-        module = _load_module("fa3_fwd_interface", "pip install fa3-fwd", device)
+        module = _load_fa3(device)
 
         def attend(q, k, v, case):
-            options = {"causal": case.causal, "num_splits": num_splits}
+            options = {"causal": case.causal, "softcap": case.softcap, "num_splits": num_splits}
             if case.varlen:
                 return _first_output(module.flash_attn_varlen_func(q, k, v, **packing(case, q.device), **options))
             return _first_output(module.flash_attn_func(q, k, v, **options))
@@ -440,6 +444,13 @@ def _fa3_loader(num_splits):
         return attend
 
     return load
+
+
+def _fa3_over_cache(k, v, case):
+    module = _load_fa3(k.device)
+    lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=k.device)
+    return lambda q, *_: _first_output(
+        module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=case.causal, softcap=case.softcap))  # fmt: skip
 
 
 def _load_fa4(device):
@@ -598,11 +609,17 @@ def _flash_attn_refuses(case, mode, device):
 
 
 def _fa3_refuses(case, mode, device):
-    if case.window != (None, None) or case.softcap:
-        return "the fa3-fwd wheel has no window and no softcap"
+    if case.window != (None, None):
+        return "the fa3-fwd wheel has no window"
     if case.dtype != "bf16":
         return "the fa3-fwd wheel has bf16 only"
     return _flash_attn_refuses(case, mode, device)
+
+
+def _fa3_kvcache_refuses(case, mode, device):
+    if mode != DECODE:
+        return "attends over a cache only: --mode decode"
+    return "the fa3-fwd wheel has no pages" if case.page_size else _fa3_refuses(case, mode, device)
 
 
 def _never(case, mode, device):
@@ -613,7 +630,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("flashtile", "this package", _flashtile_loader(False), _flashtile_refuses, varlen=True, dropout=True,
-                alibi=True, latent=True, package="flashtile"),
+                alibi=True, latent=True, over_cache=cache_attend, package="flashtile"),
         Backend("flashtile-deterministic", "this package, deterministic=True", _flashtile_loader(True), _deterministic_refuses,
                 varlen=True, dropout=True, alibi=True, package="flashtile"),
         Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
@@ -632,6 +649,8 @@ BACKENDS = {
                 package="fa3-fwd"),
         Backend("fa3-splits", "FlashAttention-3, forward, num_splits=0: it may cut keys", _fa3_loader(0), _fa3_refuses,
                 backward=False, varlen=True, package="fa3-fwd"),
+        Backend("fa3-kvcache", "FlashAttention-3 over a cache of rows, flash_attn_with_kvcache", _fa3_loader(0),
+                _fa3_kvcache_refuses, backward=False, over_cache=_fa3_over_cache, package="fa3-fwd"),
         Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, varlen=True, package="flash-attn-4"),
         Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never, alibi=True),
         Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),
