@@ -150,6 +150,15 @@ def test_preset_paper_is_the_grid_of_the_papers():
     assert {case.head_dim for case in cases} == {64, 128, 256} and {case.causal for case in cases} == {False, True}
 
 
+def test_preset_random_is_the_same_everywhere():
+    """Records of it can be compared: a generator of numbers whose sequence Python promises, and nothing else."""
+    cases = bench.build_cases("random")
+    assert len(cases) == 48 and len({case.head_dim for case in cases}) == 6
+    numbers = [(c.batch, c.seqlen_q, c.seqlen_k, c.num_heads, c.num_heads_kv, c.head_dim, c.causal) for c in cases]
+    assert numbers[2] == (19, 960, 384, 8, 1, 80, False) and numbers[-1] == (2, 133, 96, 32, 32, 128, False)
+    assert any(c.seqlen_q != c.seqlen_k for c in cases) and max(c.flops("fwd") for c in cases) <= 2e11
+
+
 def test_flags_override_presets():
     assert len(build_cases("paper", Shape(seqlen="1k", headdim="64"))) == 2
     assert {case.batch for case in build_cases("paper", Shape(batch="3"))} == {3}

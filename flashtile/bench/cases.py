@@ -372,6 +372,29 @@ class Shape:
         return quotients
 
 
+def _drawn(count: int, most_flops: float = 2e11) -> tuple[Shape, ...]:
+    """Shapes at random, always the same: batches and lengths log-uniform, many no multiple of 64, heads in groups or not."""
+    draw = random.Random(0)
+
+    def choose(*options):
+        return options[int(draw.random() * len(options))]
+
+    def length():
+        tokens = int(2 ** (6 + 8 * draw.random()))
+        return choose(tokens, tokens // 64 * 64)
+
+    shapes = []
+    while len(shapes) < count:
+        batch, heads = int(2 ** (6 * draw.random())), choose(1, 2, 4, 8, 12, 16, 20, 32, 40, 64)
+        heads_kv, head_dim = max(1, heads // choose(1, 1, 4, 8)), choose(64, 64, 128, 128, 256, 80, 96, 192)
+        causal, seqlen_q = choose("no", "yes"), length()
+        seqlen = length() if causal == "no" and draw.random() < 0.4 else seqlen_q
+        flops = 4 * batch * heads * seqlen_q * seqlen * head_dim // (1 + (causal == "yes"))
+        if heads % heads_kv == 0 and flops <= most_flops:
+            shapes.append(Shape(str(batch), str(seqlen), str(seqlen_q), str(heads), str(heads_kv), str(head_dim), causal))
+    return tuple(shapes)
+
+
 @dataclass(frozen=True)
 class Preset:
     """A named case or set of cases; `shapes` are united, `about` says what it stands for."""
@@ -523,6 +546,7 @@ PRESETS = {
         # one of a model's key-value heads, each on a GPU
         + (Shape("1", "8k,32k,128k", seqlen_q="512", nheads="8", nheads_kv="1", headdim="128", causal="yes", page_size="64"),),
     ),
+    "random": Preset("48 calls drawn at random, once: no shape that somebody tuned for", _drawn(48)),
     "paper": Preset(
         "the grid of the FlashAttention papers: 16k tokens, nheads = 2048 / headdim",
         (Shape(seqlen="512..16k", headdim="64,128,256", causal="both", total_tokens="16k", hidden="2048"),),
