@@ -6,7 +6,7 @@ that does not fit in the device's shared memory is passed over for the next smal
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 
@@ -301,6 +301,7 @@ def hopper_configs(problem) -> tuple[HopperConfig, ...]:
                 and (row.when is None or row.when(problem)))  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def hopper_config(problem, device) -> HopperConfig:
     """The configuration of the Hopper forward kernel: of those for the problem, heads a tile and numbers of parts, what ends
     first."""
@@ -328,7 +329,7 @@ _COSTS = {
 # us: what a call takes to launch, and to launch the kernel that merges; bytes a us that this one moves, and at which keys and
 # values come
 _LAUNCH_US, _MERGE_US, _MERGED_A_US, _READ_A_US = 8.1, 3.4, 2.9e6, 3.4e6
-_MOST_KEY_PARTS = 16
+_MOST_KEY_PARTS, _MOST_WAVES_OF_PARTS = 16, 4
 # Of the longest tile, by how much programs of a packed call end apart: its tiles come sequence by sequence, the longest of each
 # first, so that the last of all are not the shortest
 _PACKED_ENDS = 0.2
@@ -367,9 +368,10 @@ def _numbers_of_parts(problem, device, config):
     Not with dropout, whose numbers belong to a head: of out and lse each part has heads of its own.
     """
     tiles = _num_tiles(problem, config)
-    if problem.dropout_p or not tiles or tiles > 4 * programs_in_order(problem.deterministic, device.num_sms):
+    if problem.dropout_p or not tiles:
         return range(1, 2)
-    return range(1, 1 + min(_MOST_KEY_PARTS, max(1, int(_key_tiles(problem, config)[0]))))
+    waves = _MOST_WAVES_OF_PARTS * programs_in_order(problem.deterministic, device.num_sms) // tiles
+    return range(1, 1 + max(1, min(_MOST_KEY_PARTS, waves, int(_key_tiles(problem, config)[0]))))
 
 
 def _forward_us(problem, device, config) -> float:
@@ -390,7 +392,7 @@ def _forward_us(problem, device, config) -> float:
 
     waves = -(-units // programs)
     # Of many waves, of which all but the last have longer units, the mean tells
-    ends = max((i + 1) * unit(i * programs) for i in {*range(min(waves, 32)), waves - 1})
+    ends = max((i + 1) * unit(i * programs) for i in {*range(min(waves, 4)), waves - 1})
     row_bytes = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     read_us = (problem.total_k if problem.varlen else problem.batch * problem.seqlen_k) * row_bytes / _READ_A_US
     ends = max(ends, tiles * ((longest - less * (1 - alike) / (1 + power)) * tile_us + parts * part_us) / programs, read_us)

@@ -44,9 +44,10 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture
 def forget():
     """A function that forgets plans; they are forgotten at the end too."""
-    from flashtile import dispatch, kvcache_ops, ops
+    from flashtile import dispatch, kvcache_ops, ops, tiles
 
     def clear():
+        tiles.hopper_config.cache_clear()
         dispatch.plan.cache_clear()
         ops._CALLS.__init__()
         kvcache_ops._CALLS.__init__()
