@@ -356,7 +356,8 @@ def _key_tiles(problem, config):
         alike = max(0.0, 1 - left / max(keys, 1))
         keys = min(keys, max(0, left + right + config.queries))
         mean += config.queries
-    missing = max(0, keys - mean) / (1 - alike) if alike < 1 else 0
+    # Queries that see nothing would leave less than none to others
+    missing = min(max(0, keys - mean) / (1 - alike), 0.9 * keys) if alike < 1 else 0
     less = min(2 * missing, keys)
     return keys / config.tile_n, alike, less / config.tile_n, less / missing - 1 if missing else 1
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_tiles_of_the_hopper_forward_are_those_that_were_fast():
         slower += [us / min(times.values())] if us else []
     assert unknown <= 0.06 * len(slower) and max(slower) < 1.11
     assert math.exp(sum(map(math.log, slower)) / len(slower)) < 1.008
+
+
+def test_every_call_has_tiles():
+    """Whatever its lengths and window are: queries that see no key, windows wider than the keys, packed calls."""
+    draw = random.Random(0)
+    windows = (None, None), (None, 0), (0, 0), (5000, 0), (300, None), (100, 50), (None, 70), (7, 4000)
+    for _ in range(3000):
+        batch, seqlen_q, seqlen_k = draw.choice((1, 2, 33)), draw.randint(1, 9000), draw.randint(1, 9000)
+        (heads, heads_kv), head_dim = draw.choice(((8, 8), (32, 8), (4, 1))), draw.choice((64, 128, 192, 256))
+        packed = {}
+        if draw.random() < 0.3:
+            packed = {"total_q": draw.randint(0, batch * seqlen_q), "total_k": draw.randint(0, batch * seqlen_k)}
+        call = few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, window=draw.choice(windows), **packed)
+        config = hopper_config(call, hardware.by_name("H200"))
+        assert config.key_parts >= 1 and config.heads in (1, call.group_size), call
 
 
 def few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim=128, **options):
