@@ -343,6 +343,13 @@ def _num_tiles(problem, config):
     return problem.batch * problem.num_heads // config.heads * -(-problem.mean_queries // config.queries)
 
 
+def most_keys(problem, config):
+    """Keys that the longest tiles of queries see."""
+    if None in problem.window:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, max(0, sum(problem.window) + config.queries))
+
+
 def _key_tiles(problem, config):
     """Of the longest tiles of queries; the part of all that are as long; what the shortest has less; and the power of the way
     there, 1 where lengths change evenly, less where most tiles are short, as in packed calls.
@@ -350,11 +357,9 @@ def _key_tiles(problem, config):
     Under a causal mask tiles see one key at least up to all of them, in a window they are alike but for those that begin with
     the sequence.
     """
-    keys, mean, alike = problem.seqlen_k, problem.mean_keys, 0.0
-    left, right = problem.window
+    keys, mean, alike = most_keys(problem, config), problem.mean_keys, 0.0
     if None not in problem.window:
-        alike = max(0.0, 1 - left / max(keys, 1))
-        keys = min(keys, max(0, left + right + config.queries))
+        alike = max(0.0, 1 - problem.window[0] / max(problem.seqlen_k, 1))
         mean += config.queries
     # Queries that see nothing would leave less than none to others
     missing = min(max(0, keys - mean) / (1 - alike), 0.9 * keys) if alike < 1 else 0

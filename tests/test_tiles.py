@@ -234,6 +234,8 @@ def test_few_tiles_of_few_keys_go_to_the_portable_kernel():
     assert tier(1, 1344, 1344, 1, 1, head_dim=80, **causal) == tier(1, 1500, 1500, 2, 2, head_dim=64, **causal) == "hopper"
     # At head dim 256 that one has long steps
     assert tier(2, 64, 64, 16, 16, head_dim=256) == "portable" and tier(10, 128, 128, 6, 1, head_dim=192) == "hopper"
+    # Few of the keys are in a window
+    assert tier(1, 2000, 2000, 4, 4, window=(127, 0)) == "portable"
     # Its keys can't be cut
     assert tier(1, 1500, 1500, 2, 2, dropout_p=0.1) == "portable"
 

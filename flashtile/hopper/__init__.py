@@ -79,7 +79,8 @@ def yields(problem, device, direction) -> str | None:
         whole = sequences * problem.num_heads * -(-rows // config.tile_m)
         num_tiles = whole * config.key_parts
         block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
-        if 2 * whole <= device.num_sms and (problem.seqlen_k <= _FEW_KEYS_OF_PARTS[block_dim] or problem.dropout_p):
+        few_keys = tiles.most_keys(problem, config) <= _FEW_KEYS_OF_PARTS[block_dim]
+        if 2 * whole <= device.num_sms and (few_keys or problem.dropout_p):
             return f"fills {whole} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
         few_keys = _FEW_KEYS.get(block_dim, 0)
         if num_tiles <= device.num_sms and problem.seqlen_k <= few_keys and not problem.varlen:
