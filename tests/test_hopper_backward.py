@@ -145,11 +145,40 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
     group, down, config = groups(seqlen, 132)
     assert groups(seqlen, 114)[:2] == (group, down)
     assert 1 <= groups(2 * seqlen, 132)[0] <= group
-    if causal:
-        assert group == down <= 8 * splits and (group == 8 * splits or group * -(-seqlen // config.tile_n) >= 132)
+    num_tiles, all_heads = -(-seqlen // config.tile_n), 16 * splits
+    if causal and group_size > splits:
+        assert group * num_tiles >= 132 and (all_heads - down) % group == 0 and 0 < down <= all_heads
+    elif causal:
+        assert group == down <= 8 * splits and (group == 8 * splits or group * num_tiles >= 132)
     else:
         steps = -(-seqlen // config.tile_m) * group_size // splits
         assert down == 0 and (group == 1 or 2 * 132 / group <= 1.5 * steps)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_programs_end_together(group_size):
+    """Of causal calls, each tile of keys to the program that is free first: whatever the number of heads, and of tiles."""
+    import heapq
+    from dataclasses import replace
+
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    for seqlen, heads in ((8192, 5), (5000, 8), (11100, 16), (3000, 36), (3200, 12), (1500, 24), (2048, 64), (13000, 3)):
+        problem = AttentionProblem(1, seqlen, seqlen, heads * group_size, heads, 128, 128, torch.bfloat16, softmax_scale=1.0,
+                                   window=(None, 0))  # fmt: skip
+        config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
+        config = replace(config, splits=1, query_parts=1, fixed_order=False)
+        group, last = backward.heads_in_groups(problem, config)
+        num_tiles, order = -(-seqlen // 128), []
+        groups = [group] * ((heads - last) // group) + [last]
+        assert sum(groups) == heads
+        for count in groups:
+            order += [2 * group_size * (num_tiles - tile) + 5 for tile in range(num_tiles) for _head in range(count)]
+        ends = [0] * 132
+        for steps in order:
+            heapq.heapreplace(ends, ends[0] + steps)
+        assert max(ends) <= 1.15 * max(sum(order) / 132, max(order)), (seqlen, heads)
 
 
 def test_calls_that_other_units_limit_have_smaller_tiles():

@@ -70,6 +70,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -1398,6 +1399,8 @@ def backward_convert(
 
 # Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
+# Tiles of keys a program of the last group of heads, at least
+LAST_TILES_A_PROGRAM = 1.75
 # The right bound of no window
 UNBOUNDED = 2**30
 CLEARED = tl.constexpr(128)
@@ -1678,11 +1681,15 @@ def heads_in_groups(problem, config):
     if config.query_parts > 1:
         return all_heads, 0
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
-    if not fixed:
-        return heads, 0
-    # At least a tile a program, and some heads that go up
-    heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
-    return heads, heads
+    if fixed:
+        # At least a tile a program
+        heads = max(heads, triton.cdiv(programs, num_tiles))
+        if group_size == 1:
+            # Some heads go up
+            heads = min(heads, triton.cdiv(all_heads, 2))
+            return heads, heads
+    last = math.ceil(LAST_TILES_A_PROGRAM * programs / num_tiles)
+    return heads, all_heads - max(0, all_heads - last) // heads * heads
 
 
 def tma_ready(x):
