@@ -1,6 +1,6 @@
 """Add what the parts of a group of query heads gave to the gradients of the keys and values that they share.
 
-Where keys are few, a program has some heads of a group, not all (`tiles.group_splits`), and a dk and dv of its own for them.
+Where keys are few, a program has some heads of a group, not all (`splits` of a config), and a dk and dv of its own for them.
 """
 
 import triton

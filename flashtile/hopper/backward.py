@@ -16,8 +16,8 @@ which the kernel before clears.
 
 dq is summed in the order of arrival, and may differ in its last bits from run to run; so may dk and dv where query heads share
 keys, since walks begin where others are (below). All else has the same bits in every run. All has them in a fixed order, which
-deterministic=True asks for, and which takes less time where queries see few keys (`backward_config.has_fixed_order`): a tile of
-dq_sum has a count of what was added, and a program waits until it is its turn. So who comes first stores, to what nobody has
+deterministic=True asks for, and which takes less time where queries see few keys (`backward_config`): a tile of dq_sum has a
+count of what was added, and a program waits until it is its turn. So who comes first stores, to what nobody has
 cleared, and who comes last takes the sum as the accumulators of its product, and writes dq in its dtype (up to head dim 128;
 the kernel before writes zeros for those queries that see no key). Programs take tiles of a head in that order, also their first
 one from the counter, so that who is waited for runs or has run, however many programs there are. Nobody waits long: most heads
@@ -34,11 +34,12 @@ L2 (8 heads of 8192 queries: 64 MB). So all heads of a query tile come before th
 first, and a program that takes a tile of keys begins where others of that key-value head are (`at_step`), and goes round. How
 much of it L2 misses, by a simulation, is in docs/guide/4-optimising.md.
 
-Where there are fewer than two tiles of keys a program, each part of a group of query heads is a group of its own, with a dk
-and dv of its own, which a small kernel adds in fp32 (`tiles.group_splits`): one key-value head of 8192 tokens is 64
-tiles for 132 programs, each with a walk over all heads. So has each part of the queries, where tiles of keys are fewer than
-programs, or little more (`backward_config.query_parts`): cross attention of 2 x 4096 queries over 77 keys of 10 heads has 20,
-and of the 128 of a causal call of 4096 tokens of 4 heads the longest walk is twice the mean.
+Where tiles of keys are few, or walks so long that the last ones end late, each part of a group of query heads is a group of
+its own, with a dk and dv of its own, which a small kernel adds in fp32: one key-value head of 8192 tokens is 64 tiles for 132
+programs, each with a walk over all heads. An estimate of the time tells how many parts (`backward_config`). So has each part of
+the queries, where tiles of keys are fewer than programs, or little more (`backward_config.query_parts`): cross attention of 2 x
+4096 queries over 77 keys of 10 heads has 20, and of the 128 of a causal call of 4096 tokens of 4 heads the longest walk is
+twice the mean.
 
 Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
 that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
@@ -1399,6 +1400,8 @@ def backward_convert(
 
 # Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
+# Heads of all sequences that are one group where they share keys and the order is fixed
+FEW_HEADS = 96
 # Tiles of keys a program of the last group of heads, at least
 LAST_TILES_A_PROGRAM = 1.75
 # The right bound of no window
@@ -1682,12 +1685,11 @@ def heads_in_groups(problem, config):
         return all_heads, 0
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
     if fixed:
-        # At least a tile a program
-        heads = max(heads, triton.cdiv(programs, num_tiles))
-        if group_size == 1:
-            # Some heads go up
-            heads = min(heads, triton.cdiv(all_heads, 2))
-            return heads, heads
+        if group_size > 1 and problem.batch * problem.num_heads <= FEW_HEADS:
+            return all_heads, all_heads
+        # At least a tile a program, and some heads that go up
+        heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
+        return heads, heads
     last = math.ceil(LAST_TILES_A_PROGRAM * programs / num_tiles)
     return heads, all_heads - max(0, all_heads - last) // heads * heads
 

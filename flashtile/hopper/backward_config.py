@@ -1,6 +1,9 @@
 """Which backward the Hopper tier has for a problem: refusals and tiles, as data. Imports neither triton nor a GPU."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -110,20 +113,16 @@ def _alone(problem, config):
     return "all" if problem.seqlen_k <= config.tile_n and every_row else "no"
 
 
-# The order is fixed where a query sees up to so many keys without a mask, causal, and in a window, by the larger padded head
-# dim and whether heads share keys. Time over that of the order of arrival, H200, single runs, medians of 5 or 6 shuffled
-# rounds, 16384 tokens of 2048 columns, full and causal; head dim 64: 512 tokens 0.91, 0.95, 2048 0.91, 0.92, 8192 full 0.93,
-# 16384 causal 0.96; 128: 512 0.96, 0.90, 1024 0.98, 0.96, 2048 1.00, 0.96, 4096 causal 1.00, 8192 full 1.06, 16384 causal
-# 1.01; packed 32 x 512 causal 0.94. A window of 255 keys of 16k 0.88, 511 0.92, 1023 0.95, 4095 1.05; at 64 of 127 1.02, 255
-# 1.08 to 1.12, 1023 1.03. Heads that share keys, 32 on 8, causal; 128: 16 x 512 0.81, 8 x 1024 0.97 (64 on 8 0.95), 4 x 2048
-# 1.02, 2 x 4096 1.02, 2 x 8192 0.93 (4.7 ms for 5.1; in another run 4.5 were plain), 16384 1.02; 16 on 1, 4 x 2048, 1.10;
-# packed 32 x 512 0.83, 33 of 100 to 1092 0.87; full 1.06 to 1.13; windows of 1023 and 4095 1.20, 1.28; 64: 16 x 512 0.79, 4 x
-# 2048 0.95, 2 x 8192 0.97; full 1.00; windows of 127 0.81, 1023 1.06. At 256, 16 on 8, causal 4 x 2048 1.33. Not of few
-# tiles, whose programs begin one after the other: 2 x 1024 of 16 heads of 128 1.16.
+# Packed calls and windows: the order is fixed where a query sees up to so many keys without a mask, causal, and in a window,
+# by the larger padded head dim and whether heads share keys. Time over that of the order of arrival, H200, single runs, medians
+# of 5 or 6 shuffled rounds, 16384 tokens of 2048 columns, causal: packed 32 x 512 0.94. A window of 255 keys of 16k 0.88, 511
+# 0.92, 1023 0.95, 4095 1.05; at 64 of 127 1.02, 255 1.08 to 1.12, 1023 1.03. Heads that share keys, 32 on 8: packed 32 x 512
+# 0.83, 33 of 100 to 1092 0.87; windows of 1023 and 4095 1.20, 1.28; 64: windows of 127 0.81, 1023 1.06.
 _ANY = float("inf")
 _MOST_KEYS_IN_ORDER = {
     (64, False): (_ANY, _ANY, 0), (64, True): (0, _ANY, 200), (128, False): (2100, 2100, 1100), (128, True): (0, 600, 0),
 }  # fmt: skip
+# Not of few tiles, whose programs begin one after the other: 2 x 1024 of 16 heads of 128 1.16 times as long
 _TILES_A_PROGRAM_IN_ORDER = 3
 
 
@@ -132,19 +131,22 @@ def _block(problem) -> int:
     return padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
 
 
-def has_fixed_order(problem, config) -> bool:
-    """Whether sums are added up in a fixed order: where a deterministic call has any, and where it takes less time."""
+def _orders(problem, config) -> tuple[bool, ...]:
+    """Whether sums are added up in a fixed order: where a deterministic call has any, and where it may take less time."""
     alone, shares_keys = _alone(problem, config), problem.group_size > config.splits
     if problem.deterministic:
-        return alone != "all" or shares_keys
-    if alone != "no" or problem.softcap or problem.dropout_p:
-        return False
+        return (alone != "all" or shares_keys,)
+    # At 256 it takes longer: causal 4 x 2048 of 16 heads on 8 1.33 times as long
+    if alone != "no" or problem.softcap or problem.dropout_p or _block(problem) > 128:
+        return (False,)
     left, right = problem.window
-    full, causal, windowed = _MOST_KEYS_IN_ORDER.get((_block(problem), shares_keys), (0, 0, 0))
-    most_keys = windowed if left is not None else full if right is None else causal
     tiles = problem.total_k // config.tile_n if problem.varlen else problem.batch * -(-problem.seqlen_k // config.tile_n)
-    is_many = problem.num_heads_kv * config.splits * tiles >= _TILES_A_PROGRAM_IN_ORDER * config.num_programs
-    return is_many and problem.mean_keys <= most_keys
+    are_many = problem.num_heads_kv * config.splits * tiles >= _TILES_A_PROGRAM_IN_ORDER * config.num_programs
+    if problem.varlen or left is not None:
+        full, causal, windowed = _MOST_KEYS_IN_ORDER[_block(problem), shares_keys]
+        most_keys = windowed if left is not None else full if right is None else causal
+        return (are_many and problem.mean_keys <= most_keys,)
+    return (False, True) if are_many or shares_keys and right is not None else (False,)
 
 
 def stores_dq(problem, config):
@@ -182,6 +184,16 @@ def may_cut_queries(problem, config) -> bool:
     return is_tried and problem.seqlen_k > 0 and problem.group_size <= config.splits
 
 
+def _walks(problem, config) -> tuple[int, float]:
+    """Tiles of queries of one head that see the tile of keys which most see, and a tile of keys on average."""
+    left, right = problem.window
+    tiles = -(-problem.seqlen_q // config.tile_m)
+    longest = tiles if right is None else min(tiles, -(-(problem.seqlen_k + right) // config.tile_m))
+    if left is not None and right is not None:
+        longest = min(longest, -(-(left + right + config.tile_n) // config.tile_m) + 1)
+    return longest, tiles * problem.mean_keys / problem.seqlen_k
+
+
 def query_parts(problem, config) -> int:
     """Parts of the queries of a head: several where tiles of keys are too few for the programs, or causal walks too unlike to
     end together."""
@@ -192,9 +204,7 @@ def query_parts(problem, config) -> int:
     tiles = -(-problem.seqlen_q // config.tile_m)
     units = problem.batch * problem.num_heads * -(-problem.seqlen_k // config.tile_n)
     programs = programs_in_order(problem.deterministic, config.num_programs)
-    # Tiles of queries that see the first keys, and some keys on average
-    longest = tiles if right is None else min(tiles, -(-(problem.seqlen_k + right) // config.tile_m))
-    mean = tiles * problem.mean_keys / problem.seqlen_k
+    longest, mean = _walks(problem, config)
 
     def time(parts):
         unit = -(-longest // parts) + border
@@ -209,6 +219,74 @@ def query_parts(problem, config) -> int:
     return best if time(best) <= _MOST_TIME[right is not None] * time(1) else 1
 
 
+class _Step(NamedTuple):
+    """us of a step: where heads share no keys, and where they do; by what factor longer in a fixed order, causal and full. From
+    so many query heads on that programs are at, rows do not fit in L2: us more for each."""
+
+    own: float
+    shared: float
+    fixed_own: tuple[float, float]
+    fixed_shared: tuple[float, float]
+    fitting: int
+    crowded: float
+
+
+# By rows of queries, keys and the larger padded head dim
+_STEPS = {
+    (128, 128, 64): _Step(2.15, 2.28, (0.97, 0.97), (1.02, 1.25), 1000, 0.0),
+    (64, 128, 64): _Step(1.08, 1.2, (0.97, 0.97), (1.1, 1.25), 1000, 0.0),
+    (64, 128, 128): _Step(1.9, 1.95, (1.035, 1.07), (1.15, 1.25), 80, 0.0035),
+    (32, 128, 256): _Step(1.5, 1.6, (1.12, 1.12), (1.2, 1.2), 80, 0.0035),
+    (64, 64, 256): _Step(2.45, 2.45, (1.1, 1.1), (1.2, 1.2), 15, 0.015),
+}  # fmt: skip
+# Steps that a walk takes longer; causal in a fixed order
+_WALK_STEPS, _WALK_STEPS_IN_ORDER = 2, 3
+# What part of a walk causal programs end later than if all had the same
+_UNEVEN = 0.18
+# What part of a step does not hang on how many columns count
+_STEP_OF_NO_COLUMNS = 0.47
+_BYTES_A_US = 4.2e6
+# For each time that groups of heads are halved, which takes memory: what they must save
+_SPLIT_MARGIN = 0.03
+_LAUNCH_US, _CONVERT_US, _ADD_US = 10, 2, 2
+
+
+def _backward_us(problem, config) -> float:
+    """An estimate of what the backward takes.
+
+    The steps of the program that ends last, and what passes over rows take: row statistics, dq_sum where there is one, parts.
+    """
+    causal, block, parts = problem.window[1] is not None, _block(problem), config.query_parts
+    programs = programs_in_order(problem.deterministic, config.num_programs)
+    group = problem.group_size // config.splits
+    longest, mean = _walks(problem, config)
+    heads, tiles = problem.batch * problem.num_heads_kv * config.splits, -(-problem.seqlen_k // config.tile_n)
+    border = _WALK_STEPS_IN_ORDER if causal and config.fixed_order else _WALK_STEPS
+    walks = heads * tiles * parts / programs
+    walk = -(-longest // parts) * group + border
+    if causal and walks > 1:
+        # The longest come first
+        steps = max(walk, (walks + _UNEVEN) * (mean * group / parts + border))
+    else:
+        steps = math.ceil(walks) * walk
+    step, columns = _STEPS[config.tile_m, config.tile_n, block], live_columns(problem.head_dim, block) / block
+    # At one time; programs that begin together are at the same rows
+    many = max(0, group * min(heads, 1.75 * programs / tiles) - step.fitting) if walks > 1 else 0
+    step_us = (step.own if group == 1 else step.shared) + step.crowded * many
+    step_us *= _STEP_OF_NO_COLUMNS + (1 - _STEP_OF_NO_COLUMNS) * columns
+    if config.fixed_order:
+        step_us *= (step.fixed_own if group == 1 else step.fixed_shared)[not causal]
+    size, rows = problem.dtype.itemsize, problem.batch * problem.seqlen_q * problem.num_heads
+    us, row_bytes = _LAUNCH_US + steps * step_us, 2 * size * problem.head_dim_v
+    if stores_dq(problem, config) == "no":
+        us += _CONVERT_US
+        row_bytes += (4 + 4 + size) * problem.head_dim
+    if config.parts > 1:
+        columns = problem.num_heads_kv * (problem.head_dim + problem.head_dim_v)
+        us += _ADD_US + 2 * config.parts * problem.batch * problem.seqlen_k * columns * size / _BYTES_A_US
+    return (us + rows * row_bytes / _BYTES_A_US) * (1 + _SPLIT_MARGIN * math.log2(config.splits))
+
+
 def configs(problem, device) -> dict:
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     config = FEW_ROWS if max(blocks) == 64 and _has_few_rows(problem) else CONFIGS[max(blocks)]
@@ -217,8 +295,21 @@ def configs(problem, device) -> dict:
         if min(blocks) == 256:
             # What shared memory holds, with a piece of dq or without
             config = replace(FLAT, num_stages=3 if stores_dq(problem, FLAT) == "no" else 2)
-    config = replace(config, num_programs=device.num_sms, splits=group_splits(problem, config.tile_n, device.num_sms))
-    if has_fixed_order(problem, config):
+    config = replace(config, num_programs=device.num_sms)
+    choices = [_in_order(problem, replace(config, splits=splits), fixed) for splits in _numbers_of_splits(problem, config)
+               for fixed in _orders(problem, replace(config, splits=splits))]  # fmt: skip
+    return {"backward": min(choices, key=partial(_backward_us, problem)) if len(choices) > 1 else choices[0]}
+
+
+def _numbers_of_splits(problem, config) -> list[int]:
+    if problem.varlen or problem.seqlen_k == 0:
+        return [group_splits(problem, config.tile_n, config.num_programs)]
+    return [n for n in range(1, problem.group_size + 1) if problem.group_size % n == 0]
+
+
+def _in_order(problem, config, fixed) -> BackwardConfig:
+    """config with the order of sums and what follows from it."""
+    if fixed:
         # A third takes 0.99 to 1.08 of the time of two where the order is fixed (single runs, not recorded).
         config = replace(config, fixed_order=True, dscores_stages=min(config.dscores_stages, 2))
-    return {"backward": replace(config, query_parts=query_parts(problem, config))}
+    return replace(config, query_parts=query_parts(problem, config))
