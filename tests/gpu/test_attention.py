@@ -80,7 +80,10 @@ def test_case(tier, case, dtype, poisoned):
 @pytest.fixture
 def whole_groups(monkeypatch, forget):
     """A program has all query heads of its keys, as in long calls."""
+    from flashtile.hopper import backward_config
+
     monkeypatch.setattr(tiles, "TILES_A_PROGRAM", 0)
+    monkeypatch.setattr(backward_config, "_numbers_of_splits", lambda problem, config: [1])
     forget()
 
 
