@@ -126,7 +126,7 @@ def _compile(call):
         assert not short or configs["backward"].tile_m == 64
         if name != "parts":
             config = replace(configs["backward"], splits=1)
-            configs["backward"] = replace(config, fixed_order=backward_config.has_fixed_order(problem, config))
+            configs["backward"] = replace(config, fixed_order=backward_config._orders(problem, config)[0])
         if "few units" not in name:
             configs["backward"] = replace(configs["backward"], query_parts=1)
         assert (configs["backward"].query_parts > 1) == ("few units" in name)

@@ -1402,8 +1402,9 @@ def backward_convert(
 ROW_TILE = 32
 # Heads of all sequences that are one group where they share keys and the order is fixed
 FEW_HEADS = 96
-# Tiles of keys a program of the last group of heads, at least
-LAST_TILES_A_PROGRAM = 1.75
+# Tiles of keys a program of the last group of heads, at least: where more than CROWD query heads do not fit in L2, and else
+LAST_TILES_A_PROGRAM = 1.25, 1.75
+CROWD = 60
 # The right bound of no window
 UNBOUNDED = 2**30
 CLEARED = tl.constexpr(128)
@@ -1690,7 +1691,9 @@ def heads_in_groups(problem, config):
         # At least a tile a program, and some heads that go up
         heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
         return heads, heads
-    last = math.ceil(LAST_TILES_A_PROGRAM * programs / num_tiles)
+    least, last = (math.ceil(tiles * programs / num_tiles) for tiles in LAST_TILES_A_PROGRAM)
+    if group_size > 1 and max(problem.head_dim, problem.head_dim_v) > 128:
+        last = min(last, max(least, CROWD // group_size))
     return heads, all_heads - max(0, all_heads - last) // heads * heads
 
 
