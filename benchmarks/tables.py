@@ -45,6 +45,8 @@ DOCS = {
     "few-keys-train": ("geomeans", "backends-bwd"),
     "few-queries": ("geomeans", "backends-fwd"),
     "few-heads": ("geomeans", "backends-fwd", "backends-bwd"),
+    "random": ("geomeans", "backends-fwd"),
+    "random-train": ("geomeans", "backends-bwd"),
     "regress-same": ("regress",),
     "regress-slowed": ("regress",),
     "nvidia-h100/paper-forward": ("geomeans", "backends-fwd"),
