@@ -249,6 +249,36 @@ def test_the_backward_that_should_end_first_does():
     assert max(regrets)[0] <= 1.09, max(regrets)
 
 
+def test_every_call_has_a_backward():
+    """Whatever the lengths, heads, head dims, window and options; a deterministic one the same on a GPU of another size."""
+    import random
+    from dataclasses import replace
+
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    draw, h200 = random.Random(0), hardware.by_name("H200")
+    windows = [(None, None), (None, 0), (100, 0), (100, 50), (None, 30), (2000, None), (0, 0), (None, -5), (-3, 10)]
+    for _ in range(1000):
+        batch, heads_kv, group_size = draw.choice((0, 1, 2, 17)), draw.choice((1, 2, 3, 16)), draw.choice((1, 2, 3, 8, 64))
+        queries, keys = (draw.choice((0, 1, 77, 128, 500, 3000, 100_000)) for _ in range(2))
+        dims = (draw.choice((8, 40, 64, 80, 128, 192, 256)) for _ in range(2))
+        options = {"total_q": batch * queries // 2, "total_k": batch * keys // 2} if draw.random() < 0.25 else {}
+        problem = AttentionProblem(
+            batch, queries, keys, heads_kv * group_size, heads_kv, *dims, torch.bfloat16, softmax_scale=0.1,
+            window=draw.choice(windows), softcap=draw.choice((0.0, 30.0)), deterministic=draw.random() < 0.3, **options,
+        )  # fmt: skip
+        if backward_config.refuses(problem, h200):
+            continue
+        found, other = (backward_config.configs(problem, replace(h200, num_sms=n))["backward"] for n in (132, 114))
+        assert group_size % found.splits == 0 and found.query_parts >= 1
+        if problem.deterministic:
+            assert replace(other, num_programs=132) == found
+        if batch and queries and keys:
+            group, last = backward.heads_in_groups(problem, found)
+            assert group >= 0 and last >= 0
+
+
 def test_parts_of_queries():
     """Where tiles of keys are too few for the programs, and never so many that a part has no tile of queries."""
     from flashtile.hopper import backward_config
