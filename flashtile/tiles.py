@@ -303,12 +303,16 @@ def hopper_configs(problem) -> tuple[HopperConfig, ...]:
 
 @lru_cache(maxsize=256)
 def hopper_config(problem, device) -> HopperConfig:
-    """The configuration of the Hopper forward kernel: of those for the problem, heads a tile and numbers of parts, what ends
-    first."""
+    """The configuration of the Hopper forward kernel: of the choices, what should end first."""
+    choices = hopper_choices(problem, device)
+    return choices[0] if len(choices) == 1 else min(choices, key=partial(_forward_us, problem, device))
+
+
+def hopper_choices(problem, device) -> list[HopperConfig]:
+    """Of the configurations for the problem, heads a tile and numbers of parts."""
     whole = [replace(config, heads=heads) for config in hopper_configs(problem)
              for heads in _numbers_of_heads(problem, device, config.tile_m)]  # fmt: skip
-    candidates = [replace(config, key_parts=parts) for config in whole for parts in _numbers_of_parts(problem, device, config)]
-    return candidates[0] if len(candidates) == 1 else min(candidates, key=partial(_forward_us, problem, device))
+    return [replace(config, key_parts=parts) for config in whole for parts in _numbers_of_parts(problem, device, config)]
 
 
 class _Cost(NamedTuple):

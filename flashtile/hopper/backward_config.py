@@ -291,6 +291,13 @@ def _backward_us(problem, config) -> float:
 
 
 def configs(problem, device) -> dict:
+    """The choice that should end first."""
+    found = choices(problem, device)
+    return {"backward": found[0] if len(found) == 1 else min(found, key=partial(_backward_us, problem))}
+
+
+def choices(problem, device) -> list[BackwardConfig]:
+    """Of the tiles for the problem, parts of a group of query heads and orders of sums."""
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     config = FEW_ROWS if max(blocks) == 64 and _has_few_rows(problem) else CONFIGS[max(blocks)]
     if max(blocks) == 256 and live_columns(problem.head_dim, blocks[0]) + live_columns(problem.head_dim_v, blocks[1]) <= 320:
@@ -299,9 +306,8 @@ def configs(problem, device) -> dict:
             # What shared memory holds, with a piece of dq or without
             config = replace(FLAT, num_stages=3 if stores_dq(problem, FLAT) == "no" else 2)
     config = replace(config, num_programs=device.num_sms)
-    choices = [_in_order(problem, replace(config, splits=splits), fixed) for splits in _numbers_of_splits(problem, config)
-               for fixed in _orders(problem, replace(config, splits=splits))]  # fmt: skip
-    return {"backward": min(choices, key=partial(_backward_us, problem)) if len(choices) > 1 else choices[0]}
+    split = (replace(config, splits=splits) for splits in _numbers_of_splits(problem, config))
+    return [_in_order(problem, config, fixed) for config in split for fixed in _orders(problem, config)]
 
 
 def _numbers_of_splits(problem, config) -> list[int]:
