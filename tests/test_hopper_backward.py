@@ -151,7 +151,7 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
     assert groups(seqlen, 114)[:2] == (group, down)
     assert 1 <= groups(2 * seqlen, 132)[0] <= group
     num_tiles, all_heads = -(-seqlen // config.tile_n), 16 * splits
-    if causal and group_size > splits:
+    if causal and group_size > splits and head_dim <= 128:
         # Few enough for one group
         assert group == down == all_heads
     elif causal:

@@ -1685,14 +1685,16 @@ def heads_in_groups(problem, config):
     if config.query_parts > 1:
         return all_heads, 0
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
+    # Rows of many query heads do not fit in L2
+    crowds = group_size > 1 and max(problem.head_dim, problem.head_dim_v) > 128
     if fixed:
-        if group_size > 1 and problem.batch * problem.num_heads <= FEW_HEADS:
+        if group_size > 1 and not crowds and problem.batch * problem.num_heads <= FEW_HEADS:
             return all_heads, all_heads
         # At least a tile a program, and some heads that go up
         heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
         return heads, heads
     least, last = (math.ceil(tiles * programs / num_tiles) for tiles in LAST_TILES_A_PROGRAM)
-    if group_size > 1 and max(problem.head_dim, problem.head_dim_v) > 128:
+    if crowds:
         last = min(last, max(least, CROWD // group_size))
     return heads, all_heads - max(0, all_heads - last) // heads * heads
 
