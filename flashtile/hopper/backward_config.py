@@ -244,8 +244,8 @@ _STEPS = {
 }  # fmt: skip
 # Steps that a walk takes longer; causal in a fixed order
 _WALK_STEPS, _WALK_STEPS_IN_ORDER = 2, 3
-# What part of a walk causal programs end later than if all had the same
-_UNEVEN = 0.18
+# What part of a walk causal programs end later than if all had the same; of up to two, a long and a short one go together
+_UNEVEN = 0.2
 # What part of a step does not hang on how many columns count
 _STEP_OF_NO_COLUMNS = 0.47
 _BYTES_A_US = 4.2e6
@@ -269,7 +269,8 @@ def _backward_us(problem, config) -> float:
     walk = -(-longest // parts) * group + border
     if causal and walks > 1:
         # The longest come first
-        steps = max(walk, (walks + _UNEVEN) * (mean * group / parts + border))
+        uneven = _UNEVEN * min(1, max(0, 2 * walks - 4))
+        steps = max(walk, (walks + uneven) * (mean * group / parts + border))
     else:
         steps = math.ceil(walks) * walk
     step, columns = _STEPS[config.tile_m, config.tile_n, block], live_columns(problem.head_dim, block) / block
