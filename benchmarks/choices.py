@@ -29,8 +29,6 @@ from flashtile.bench import cases, peers, record  # noqa: E402
 from flashtile.hopper import backward_config  # noqa: E402
 from flashtile.problem import Operands  # noqa: E402
 
-DTYPE = torch.bfloat16
-
 
 def name_of(config) -> str:
     if isinstance(config, backward_config.BackwardConfig):
@@ -45,7 +43,7 @@ def plans_of(case, direction, device):
     problem = case.problem()
     taken = dispatch.plan(problem, device, direction, ("hopper",))
     config = taken.configs.get(direction)
-    if direction == "backward" and isinstance(config, backward_config.BackwardConfig):
+    if isinstance(config, backward_config.BackwardConfig):
         choices = backward_config.choices(problem, device)
     elif isinstance(config, tiles.HopperConfig):
         choices = tiles.hopper_choices(problem, device)
@@ -56,9 +54,7 @@ def plans_of(case, direction, device):
 
 def tensors_of(case):
     """Operands and the gradient of out."""
-    rows = [(case.seqlen_q, case.num_heads, case.head_dim), (case.seqlen_k, case.num_heads_kv, case.head_dim),
-            (case.seqlen_k, case.num_heads_kv, case.head_dim_v), (case.seqlen_q, case.num_heads, case.head_dim_v)]  # fmt: skip
-    *qkv, dout = (torch.randn(case.batch, *shape, device="cuda", dtype=DTYPE) for shape in rows)
+    *qkv, dout = cases.make_inputs(case, "cuda", dout=True)
     return Operands(*qkv), dout
 
 
@@ -114,7 +110,6 @@ def main():
     parser.add_argument("--workers", type=int, default=8, help="processes that compile")
     parser.add_argument("--commit", help="commit to record where there is no .git")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
     device = hardware.detect(torch.device("cuda", 0))
     calls = [case for case in cases.presets()[arguments.preset].cases() if not case.varlen]
     plans = {case: plans_of(case, arguments.direction, device) for case in calls}

@@ -1402,9 +1402,8 @@ def backward_convert(
 ROW_TILE = 32
 # Heads of all sequences that are one group where they share keys and the order is fixed
 FEW_HEADS = 96
-# Tiles of keys a program of the last group of heads, at least: where more than CROWD query heads do not fit in L2, and else
-LAST_TILES_A_PROGRAM = 1.25, 1.75
-CROWD = 60
+# Query heads of the last group whose rows fit in L2 at head dims over 128, and tiles of keys a program that it has all the same
+CROWD, LAST_TILES_OF_A_CROWD = 60, 1.25
 # The right bound of no window
 UNBOUNDED = 2**30
 CLEARED = tl.constexpr(128)
@@ -1693,9 +1692,9 @@ def heads_in_groups(problem, config):
         # At least a tile a program, and some heads that go up
         heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
         return heads, heads
-    least, last = (math.ceil(tiles * programs / num_tiles) for tiles in LAST_TILES_A_PROGRAM)
+    last = math.ceil(backward_config.LAST_TILES_A_PROGRAM * programs / num_tiles)
     if crowds:
-        last = min(last, max(least, CROWD // group_size))
+        last = min(last, max(math.ceil(LAST_TILES_OF_A_CROWD * programs / num_tiles), CROWD // group_size))
     return heads, all_heads - max(0, all_heads - last) // heads * heads
 
 

@@ -244,6 +244,8 @@ _STEPS = {
 }  # fmt: skip
 # Steps that a walk takes longer; causal in a fixed order
 _WALK_STEPS, _WALK_STEPS_IN_ORDER = 2, 3
+# Tiles of keys a program that the last group of heads has at least, under a causal mask
+LAST_TILES_A_PROGRAM = 1.75
 # What part of a walk causal programs end later than if all had the same; of up to two, a long and a short one go together
 _UNEVEN = 0.2
 # What part of a step does not hang on how many columns count
@@ -275,7 +277,7 @@ def _backward_us(problem, config) -> float:
         steps = math.ceil(walks) * walk
     step, columns = _STEPS[config.tile_m, config.tile_n, block], live_columns(problem.head_dim, block) / block
     # At one time; programs that begin together are at the same rows
-    many = max(0, group * min(heads, 1.75 * programs / tiles) - step.fitting) if walks > 1 else 0
+    many = max(0, group * min(heads, LAST_TILES_A_PROGRAM * programs / tiles) - step.fitting) if walks > 1 else 0
     step_us = (step.own if group == 1 else step.shared) + step.crowded * many
     step_us *= _STEP_OF_NO_COLUMNS + (1 - _STEP_OF_NO_COLUMNS) * columns
     if config.fixed_order:
