@@ -41,19 +41,46 @@ def programs_in_order(deterministic, num_sms) -> int:
     return 132 if deterministic else num_sms
 
 
+def _number_of_tiles(problem, rows, seqlen, total) -> int:
+    """Of one head. seqlen, total: of what tiles are rows of; total of packed calls, where it is about the number."""
+    return total // rows + problem.batch if problem.varlen else problem.batch * -(-seqlen // rows)
+
+
+def _tiles_of_keys(problem, tile_n) -> int:
+    return _number_of_tiles(problem, tile_n, problem.seqlen_k, problem.total_k)
+
+
 def group_splits(problem, tile_n, num_sms) -> int:
     """Parts of a group of query heads, as few as give each multiprocessor TILES_A_PROGRAM tiles of keys."""
     wanted = TILES_A_PROGRAM * programs_in_order(problem.deterministic, num_sms)
-    key_tiles = problem.total_k // tile_n + problem.batch if problem.varlen else problem.batch * -(-problem.seqlen_k // tile_n)
-    units = key_tiles * problem.num_heads_kv
+    units = _tiles_of_keys(problem, tile_n) * problem.num_heads_kv
     return next(n for n in range(1, problem.group_size + 1)
                 if problem.group_size % n == 0 and (units * n >= wanted or n == problem.group_size))  # fmt: skip
 
 
-def with_splits(config, problem, num_sms) -> KeyTileConfig:
-    """A TileConfig with the parts that a problem's groups have on a GPU of num_sms."""
-    return KeyTileConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages,
-                         group_splits(problem, config.tile_n, num_sms))  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class PortableConfig(KeyTileConfig):
+    """Of a kernel with a program for each tile. tail_heads: the last heads, see `device.schedule.tile_of_program`."""
+
+    tail_heads: int = 0
+
+
+# Of the tiles of the last heads under a causal mask, see portable/forward.py
+_TAIL_WARPS_AN_SM = 16
+
+
+def on_gpu(kernel, config, problem, num_sms) -> PortableConfig:
+    """The TileConfig of a portable kernel with what a GPU of num_sms adds to it for a problem."""
+    config = PortableConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages)
+    heads, tiles = problem.num_heads, _number_of_tiles(problem, config.tile_m, problem.seqlen_q, problem.total_q)
+    if kernel == "dkdv":
+        config = replace(config, splits=group_splits(problem, config.tile_n, num_sms))
+        heads, tiles = problem.num_heads_kv * config.splits, _tiles_of_keys(problem, config.tile_n)
+    last = num_sms * _TAIL_WARPS_AN_SM // config.num_warps
+    # Tiles that all run at once end as they do in any order
+    if kernel == "delta" or problem.window[1] is None or 2 * heads * tiles <= last:
+        return config
+    return replace(config, tail_heads=min(problem.batch * heads, -(-last * problem.batch // tiles)))
 
 
 class Row(NamedTuple):

@@ -84,17 +84,18 @@ def _launch(kernel, row, problem, operands):
     out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
     lse = operands.q.new_empty(problem.lse_shape, dtype=torch.float32)
     common = common_arguments(problem, operands)
+    config = tiles.on_gpu(row.kernel, row.config, problem, num_sms=1)
     if kernel == "forward":
-        forward.launch(problem, row.config, operands)
+        forward.launch(problem, config, operands)
     elif kernel == "delta":
-        backward.launch_delta(problem, row.config, common, out, lse, out, None)
+        backward.launch_delta(problem, config, common, out, lse, out, None)
     elif kernel == "dkdv":
-        backward.launch_dkdv(problem, tiles.with_splits(row.config, problem, num_sms=1), common, operands, lse, lse, out)
+        backward.launch_dkdv(problem, config, common, operands, lse, lse, out)
     elif kernel == "dq":
-        backward.launch_dq(problem, row.config, common, operands, lse, lse, out)
+        backward.launch_dq(problem, config, common, operands, lse, lse, out)
     elif kernel == "dslopes":
         of_tiles = _empty(problem.batch, HEADS, triton.cdiv(problem.seqlen_q, row.config.tile_m), dtype=torch.float32)
-        backward.launch_dq(problem, row.config, common, operands, lse, lse, out, None, of_tiles)
+        backward.launch_dq(problem, config, common, operands, lse, lse, out, None, of_tiles)
     else:
         raise ValueError(f"no launch is known for kernel {kernel!r}: add it here")
 

@@ -30,6 +30,14 @@ if importlib.util.find_spec("triton") is not None:
             tl.store(out + 3 * unit + 2, work.batch)
 
     @triton.jit
+    def _list_programs(out, num_tiles, num_heads, tail_heads, LAST_FIRST: tl.constexpr):
+        work = schedule.tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST)
+        program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+        tl.store(out + 3 * program, work.tile)
+        tl.store(out + 3 * program + 1, work.head)
+        tl.store(out + 3 * program + 2, work.batch)
+
+    @triton.jit
     def _list_packed_tiles(out, num_units, table, num_heads, rows_in_l2, group_size, LAST_FIRST: tl.constexpr):
         order = schedule.Order(tl.load(table), num_heads, 0, rows_in_l2, group_size)
         for unit in range(num_units):
@@ -61,6 +69,22 @@ def test_every_tile_comes_once(heads_per_group, tail_heads, last_first):
     for head in {row[1:] for row in listed}:
         tiles = [tile for tile, *rest in listed if tuple(rest) == head]
         assert tiles == sorted(tiles, reverse=last_first)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize("tail_heads", [0, 1, 3, 8])
+def test_every_program_has_a_tile(tail_heads, last_first):
+    """A GPU begins programs by their number: heads one after the other, the last ones side by side."""
+    batch, num_heads, num_tiles = 2, 4, 3
+    grid = schedule.grid_of(num_tiles, num_heads, batch, tail_heads)
+    out = torch.full((batch * num_heads * num_tiles, 3), -1, dtype=torch.int32)
+    _list_programs[grid](out, num_tiles, num_heads, tail_heads, last_first)
+    heads = [(head, b) for b in range(batch) for head in range(num_heads)]
+    tiles = range(num_tiles)[:: -1 if last_first else 1]
+    whole = len(heads) - tail_heads
+    expected = [(tile, *head) for head in heads[:whole] for tile in tiles]
+    expected += [(tile, *head) for tile in tiles for head in heads[whole:]]
+    assert [tuple(row) for row in out.tolist()] == expected
 
 
 LENGTHS = [

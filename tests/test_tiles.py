@@ -16,11 +16,13 @@ from flashtile.tiles import (
     HOPPER,
     PORTABLE,
     RESIDENT_KEYS,
+    TileConfig,
     box_columns,
     column_boxes,
     cuts_keys,
     hopper_config,
     live_columns,
+    on_gpu,
     padded_dim,
     resident_config,
     select,
@@ -119,6 +121,21 @@ def test_every_call_has_tiles():
         call = few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, window=draw.choice(windows), **packed)
         config = hopper_config(call, hardware.by_name("H200"))
         assert config.key_parts >= 1 and config.heads in (1, call.group_size), call
+
+
+def test_the_last_heads_of_many_causal_tiles_end_a_portable_call():
+    def tail(kernel, seqlen, heads, heads_kv=None, **options):
+        shape = 2, seqlen, seqlen, heads, heads_kv or heads, 128, 128
+        problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=1.0, **options)
+        return on_gpu(kernel, TileConfig(64, 64, 4, 3), problem, 100).tail_heads
+
+    causal = {"window": (None, 0)}
+    # 400 tiles have 16 warps a multiprocessor
+    assert tail("forward", 6400, 40, **causal) == 4 and tail("dq", 64, 1000, **causal) == 400
+    assert tail("forward", 6400, 1, **causal) == 0 and tail("forward", 6400, 2, **causal) == 4
+    # Of keys
+    assert tail("dkdv", 3200, 16, 2, **causal) == 0 and tail("dkdv", 3200, 16, **causal) == 8
+    assert tail("forward", 6400, 40) == 0 and tail("delta", 6400, 40, **causal) == 0
 
 
 def few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim=128, **options):

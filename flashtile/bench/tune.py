@@ -72,8 +72,7 @@ def run(case, kernels, device, seed: int = 0, say=lambda text: None) -> list[Row
     here = hardware.detect(device)
     launches = {
         "forward": lambda config: bound(config)(operands),
-        "dkdv": lambda config: backward.launch_dkdv(problem, tiles.with_splits(config, problem, here.num_sms), common, operands,
-                                                    lse, delta, dout),
+        "dkdv": lambda config: backward.launch_dkdv(problem, config, common, operands, lse, delta, dout),
         "dq": lambda config: backward.launch_dq(problem, config, common, operands, lse, delta, dout),
     }
     block_dim = tiles.padded_dim(max(case.head_dim, case.head_dim_v), problem.dtype.itemsize)
@@ -85,7 +84,10 @@ def run(case, kernels, device, seed: int = 0, say=lambda text: None) -> list[Row
         configs += [current] if current and current not in configs else []
         found = [Row(case, kernel, config, config == current) for config in configs]
         say(f"{case.label()} {kernel}: compiling {len(found)} candidates")
-        launch = launches[kernel]
+
+        def launch(config, kernel=kernel):
+            return launches[kernel](tiles.on_gpu(kernel, config, problem, here.num_sms))
+
         with ThreadPoolExecutor() as threads:
             for row, refused in zip(found, threads.map(lambda row, launch=launch: _first(launch, row, problem, here), found)):
                 row.refused = refused

@@ -21,34 +21,15 @@ class Work(NamedTuple):
 MAX_GRID = 65535
 
 
-def grid_of(num_tiles, num_heads, batch):
+def grid_of(num_tiles, num_heads, batch, tail_heads=0):
     """One program a tile, for `tile_of_program`."""
-    if max(num_heads, batch) <= MAX_GRID:
+    if max(num_heads, batch) <= MAX_GRID and tail_heads == 0:
         return num_tiles, num_heads, batch
     return (num_tiles * num_heads * batch,)
 
 
-@triton.jit
-def tile_of_program(num_tiles, num_heads, LAST_FIRST: tl.constexpr):
-    """Of a grid of `grid_of`. Tiles of one head run side by side, so that they share its rows in L2.
-
-    LAST_FIRST starts a head's last tiles first: under a causal mask they are the longest.
-    """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    batch = tl.program_id(2)
-    if tl.num_programs(0) != num_tiles:
-        # Counted through: three divisions, which a small call waits for
-        batch = tile // (num_tiles * num_heads)
-        head = (tile // num_tiles) % num_heads
-        tile = tile % num_tiles
-    if LAST_FIRST:
-        tile = num_tiles - 1 - tile
-    return Work(tile, head, batch)
-
-
 class Order(NamedTuple):
-    """In which order a persistent kernel takes its tiles; `tile_of_unit` numbers them.
+    """In which order the tiles of a call begin; `tile_of_unit` numbers them.
 
     Heads (of all sequences, counted through) go in groups of heads_per_group, whose keys and values fit in L2 together, the
     last tail_heads in a group of their own. Inside a group all heads' tiles of one place follow each other.
@@ -79,6 +60,25 @@ def tile_of_unit(unit, order, LAST_FIRST: tl.constexpr):
         tile = order.num_tiles - 1 - tile
     head = first_head + within % group_heads
     return Work(tile, head % order.num_heads, head // order.num_heads)
+
+
+@triton.jit
+def tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST: tl.constexpr):
+    """Of a grid of `grid_of`. Tiles of one head run side by side, so that they share its rows in L2.
+
+    LAST_FIRST starts a head's last tiles first: under a causal mask they are the longest. Those of the last tail_heads (of all
+    sequences, counted through) begin with those of the same place in other heads, so that programs end together.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2)
+    if tl.num_programs(0) != num_tiles:
+        # Counted through: divisions, which a small call waits for
+        order = Order(num_tiles, num_heads, tl.num_programs(0) // num_tiles, 1, tail_heads)
+        tile, head, batch = tile_of_unit(tile, order, False)
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    return Work(tile, head, batch)
 
 
 # Of a table of packed tiles: words before the first entry, whose first is the number of tiles of one head, and of an entry.

@@ -45,10 +45,9 @@ def configs(problem, device, direction) -> dict:
         config = tiles.decode_config(CacheProblem.of_attention(problem), device)
         if config is not None:
             return {"decode": config}
-    chosen = {kernel: tiles.select(tiles.PORTABLE, kernel, problem, device).config for kernel in KERNELS[direction]}
-    if "dkdv" in chosen:
-        chosen["dkdv"] = tiles.with_splits(chosen["dkdv"], problem, device.num_sms or INTERPRETED_SMS)
-    return chosen
+    num_sms = device.num_sms or INTERPRETED_SMS
+    return {kernel: tiles.on_gpu(kernel, tiles.select(tiles.PORTABLE, kernel, problem, device).config, problem, num_sms)
+            for kernel in KERNELS[direction]}  # fmt: skip
 
 
 def bind_forward(problem, configs):

@@ -44,7 +44,7 @@ def attention_delta(
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
-    work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=False)
+    work = schedule.tile_of_program(num_tiles, num_heads, 0, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
     if row_begin < lengths.seqlen_q:
@@ -120,17 +120,17 @@ def _absorb_query_tile(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "splits"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "tail_heads", "splits"])
 def attention_dkdv(
     q, k, v, dout, lse, delta, dk, dv, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
-    splits, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    tail_heads, splits, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TILE_N keys of one key-value head; walks over the query tiles of every head in its group.
 
     With `splits` parts of a group, GROUP_SIZE heads each, in its part; dk and dv are then those of parts.
     """
-    work = schedule.tile_of_program(num_tiles, num_heads // GROUP_SIZE, LAST_FIRST=False)
+    work = schedule.tile_of_program(num_tiles, num_heads // GROUP_SIZE, tail_heads, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     col_begin = work.tile * TILE_N
     if col_begin < lengths.seqlen_k:
@@ -195,18 +195,18 @@ def _absorb_key_tile(
         return dot(dscores.to(k.dtype), k, acc)
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "tail_heads"])
 def attention_dq(
     q, k, v, dout, lse, delta, dq, dslopes, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
-    GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    tail_heads, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TILE_M queries of one head; walks over the key tiles that they see, as the forward does.
 
     dq: Rows; or None, and dslopes, fp32 (batch, num_heads, num_tiles): what each program adds to a slope's gradient.
     """
     OF_SLOPES: tl.constexpr = dslopes is not None
-    work = schedule.tile_of_program(num_tiles, num_heads, LAST_FIRST=window.right is not None)
+    work = schedule.tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
     if row_begin < lengths.seqlen_q:
@@ -247,7 +247,7 @@ def attention_dq(
 def bind(problem, configs):
     """The three kernels as a function of operands, out, lse, dout, dlse, for calls of one kind (see `Launches`).
 
-    configs: {"delta", "dkdv", "dq": TileConfig}. It returns dq, dk, dv, dsinks (None without sinks).
+    configs: {"delta", "dkdv", "dq": PortableConfig}. It returns dq, dk, dv, dsinks (None without sinks).
     """
     launches = Launches(partial(_start, problem, configs))
     allocate = gradients(problem, clear_q=problem.varlen, clear_kv=problem.varlen)
@@ -324,11 +324,12 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     arguments = (
         *_inputs(operands, lse, delta, dout), *map(rows_of, written), common.packing, common.window, common.score_params,
-        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads, config.splits,
+        common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        config.tail_heads, config.splits,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
     constexprs["GROUP_SIZE"] = problem.group_size // config.splits
-    grid = schedule.grid_of(num_tiles, problem.num_heads_kv * config.splits, problem.batch)
+    grid = schedule.grid_of(num_tiles, problem.num_heads_kv * config.splits, problem.batch, config.tail_heads)
     _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
     if 0 not in grid:
         blocks = common.shapes["BLOCK_D"], common.shapes["BLOCK_DV"]
@@ -343,9 +344,10 @@ def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslo
     arguments = (
         *_inputs(operands, lse, delta, dout), None if dq is None else rows_of(dq), dslopes, common.packing, common.window,
         common.score_params, common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        config.tail_heads,
     )  # fmt: skip
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
-    grid = schedule.grid_of(num_tiles, problem.num_heads, problem.batch)
+    grid = schedule.grid_of(num_tiles, problem.num_heads, problem.batch, config.tail_heads)
     _launch(launch, attention_dq, grid, arguments, constexprs, config)
 
 
