@@ -66,6 +66,24 @@ def cut_keys(monkeypatch, forget):
 
 
 @pytest.fixture
+def tail_of_half(monkeypatch, forget):
+    """Half of the heads of a portable kernel begin side by side, as the last ones of many causal tiles do."""
+    from dataclasses import replace
+
+    from flashtile import tiles
+
+    whole = tiles.on_gpu
+
+    def half(kernel, config, problem, num_sms):
+        config = whole(kernel, config, problem, num_sms)
+        heads = problem.num_heads_kv * config.splits if kernel == "dkdv" else problem.num_heads
+        return config if kernel == "delta" else replace(config, tail_heads=(problem.batch * heads + 1) // 2)
+
+    monkeypatch.setattr(tiles, "on_gpu", half)
+    forget()
+
+
+@pytest.fixture
 def three_parts(monkeypatch, forget):
     """Tiles of the Hopper forward have three parts of their keys, as those of few queries and many keys do."""
     from checks import three_key_parts

@@ -44,6 +44,11 @@ def test_keys_in_parts(name, cut_keys, poisoned):
     checks.check_attention(case, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["causal", "gqa", "window_both", "varlen_cross_causal", "alibi_batch_causal"])
+def test_tail_of_half(name, tail_of_half, poisoned):
+    checks.check_attention(named(name)[0], torch.float32)
+
+
 def test_infinite_sink(poisoned):
     checks.check_infinite_sink(named("sinks_causal_gqa")[0], torch.float32)
 

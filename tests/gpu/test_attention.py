@@ -94,6 +94,12 @@ def test_keys_in_parts(tier, case, dtype, cut_keys, poisoned):
     checks.check_attention(case, dtype, "cuda")
 
 
+@pytest.mark.parametrize("tier", ["portable"], indirect=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tail_of_half(tier, case, tail_of_half, poisoned):
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES + SHORT if not c.dropout_p], ids=lambda case: case.name)
