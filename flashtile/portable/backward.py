@@ -13,7 +13,7 @@ backward, for scores and dp once more: causal, 2 x 8192 tokens, head dim 128 209
 4160 (single runs).
 
 What limits it on an H200: registers. dk and dv of one key tile and two tiles of scores leave none over at head dim 128, and
-at 256 the dkdv kernel spills 232 bytes a thread and reaches 0.85 to 0.94 of SDPA's flash backend (paper-portable.json). Tried,
+at 256 the dkdv kernel spills 232 bytes a thread and reaches 0.86 to 0.97 of SDPA's flash backend (paper-portable.json). Tried,
 as time over the best tile (portable-tiles.json): dkdv with 64 query rows at head dim 128: 1.21 to 1.54; with 128 keys at head
 dim 256: 2.4 to 2.7; with two stages instead of three: 1.00 to 1.25 at head dim 64; dq with one stage at head dim 256: 1.20 to
 1.30.

@@ -7,7 +7,7 @@ One program owns TILE_M queries of one head and walks over the key tiles that th
 Key tiles that no query sees are skipped. Mask code runs in two loops at the edges (left: window; right: causal, window,
 last keys), the loop between them has none. Takes every feature of `flashtile.attention`.
 
-What it reaches on an H200 is in benchmarks/results/nvidia-h200/paper-portable.json: 53 to 63% of the measured roof at 16k
+What it reaches on an H200 is in benchmarks/results/nvidia-h200/paper-portable.json: 56 to 67% of the measured roof at 16k
 tokens. No warp specialisation and no TMA: between its two products a warp group waits for its own softmax, and only a second
 block on the same SM fills the tensor cores meanwhile. Hence small tiles win, two blocks to an SM. Tried, as time over the best
 tile (portable-tiles.json): 128 x 128 by 8 warps at head dim 64, one block to an SM: 1.06 to 1.47; one stage less at head dim
