@@ -84,6 +84,15 @@ def tail_of_half(monkeypatch, forget):
 
 
 @pytest.fixture
+def longest_first(monkeypatch, forget):
+    """The Hopper backward takes the longest sequences first, as that of many tiles does."""
+    from flashtile.hopper import backward_config
+
+    monkeypatch.setattr(backward_config, "sorted_sequences", lambda problem, config: 16)
+    forget()
+
+
+@pytest.fixture
 def three_parts(monkeypatch, forget):
     """Tiles of the Hopper forward have three parts of their keys, as those of few queries and many keys do."""
     from checks import three_key_parts

@@ -313,9 +313,9 @@ def test_parts_of_queries_have_each_tile_once(parts, end):
 
 
 @pytest.mark.parametrize("all_down", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "is_sorted"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("tail_heads", [0, 1, 2, 6])
-def test_who_is_waited_for_has_begun(tail_heads, packed, all_down):
+def test_who_is_waited_for_has_begun(tail_heads, packed, is_sorted, all_down):
     """In a fixed order each tile of keys comes once, after those whose turns are before its own; the last heads go down, or
     all."""
     tile, heads = 16, 3
@@ -325,9 +325,10 @@ def test_who_is_waited_for_has_begun(tail_heads, packed, all_down):
     if packed:
         starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
         most = sum(num_tiles) + len(lengths)
-        table = torch.zeros(schedule.ENTRY.value * (1 + most) + len(lengths), dtype=torch.int32)
+        table = torch.zeros(schedule.table_size(most, len(lengths)), dtype=torch.int32)
         packing = Packing(starts, starts, None, None)
-        schedule.plan_packed[(1,)](table, packing, (), (), None, len(lengths), most, 0, 0, heads, TILE_M=tile, BLOCK=32)
+        schedule.plan_packed[(1,)](table, packing, (), (), None, len(lengths), most, 0, 0, heads, TILE_M=tile, BLOCK=32,
+                                   SORTED=8 * is_sorted)  # fmt: skip
         order = (sum(num_tiles), heads, heads * len(lengths), 64 * tail_heads, 1)
     units = sum(num_tiles) * heads
     out = torch.full((units + 2, 5), -1, dtype=torch.int32)
@@ -346,7 +347,8 @@ def test_who_is_waited_for_has_begun(tail_heads, packed, all_down):
     if all_down:
         assert len(down) == len(taken)
     elif packed and tail_heads:
-        assert (len(lengths) - 1, heads - 1) in down and all((len(lengths) - 1 - batch) % 2 == 0 for batch, _head in down)
+        order = [3, 0, 4, 1] if is_sorted else list(range(len(lengths)))
+        assert (order[-1], heads - 1) in down and {batch for batch, _head in down} <= set(order[::-1][::2])
     elif not packed:
         assert sorted(down) == sorted(taken)[len(taken) - tail_heads :]
 

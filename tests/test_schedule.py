@@ -41,14 +41,15 @@ if importlib.util.find_spec("triton") is not None:
     def _list_packed_tiles(out, num_units, table, num_heads, rows_in_l2, group_size, LAST_FIRST: tl.constexpr):
         order = schedule.Order(tl.load(table), num_heads, 0, rows_in_l2, group_size)
         for unit in range(num_units):
-            work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
-            tl.store(out + 7 * unit, work.tile)
-            tl.store(out + 7 * unit + 1, work.head)
-            tl.store(out + 7 * unit + 2, work.batch)
-            tl.store(out + 7 * unit + 3, lengths.start_q)
-            tl.store(out + 7 * unit + 4, lengths.seqlen_q)
-            tl.store(out + 7 * unit + 5, lengths.start_k)
-            tl.store(out + 7 * unit + 6, lengths.seqlen_k)
+            work, lengths, sequences_after = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
+            tl.store(out + 8 * unit, work.tile)
+            tl.store(out + 8 * unit + 1, work.head)
+            tl.store(out + 8 * unit + 2, work.batch)
+            tl.store(out + 8 * unit + 3, lengths.start_q)
+            tl.store(out + 8 * unit + 4, lengths.seqlen_q)
+            tl.store(out + 8 * unit + 5, lengths.start_k)
+            tl.store(out + 8 * unit + 6, lengths.seqlen_k)
+            tl.store(out + 8 * unit + 7, sequences_after)
 
 
 @pytest.mark.parametrize("last_first", [False, True])
@@ -95,9 +96,10 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_packed_tiles(lengths, used):
+def test_packed_tiles(lengths, used, is_sorted):
     """The table has each tile of each sequence once; rows behind the last sequence are cleared, and no others."""
     heads, dim, tile_m, behind = 3, 8, 128, 7
     starts_q, starts_k = ([0, *torch.tensor(side).cumsum(0).tolist()] for side in zip(*lengths))
@@ -106,27 +108,31 @@ def test_packed_tiles(lengths, used):
     seqlens = [(q // 2, k // 2) if used else (q, k) for q, k in lengths]
     seqused = [torch.tensor(side, dtype=torch.int32) if used else None for side in zip(*seqlens)]
     max_tiles = total_q // tile_m + len(lengths)
-    table = torch.full((8 * (1 + max_tiles) + len(lengths),), -1, dtype=torch.int32)
+    table = torch.full((schedule.table_size(max_tiles, len(lengths)),), -1, dtype=torch.int32)
     out, lse = torch.full((total_q, heads, dim), 7.0), torch.full((heads, total_q), 7.0)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, *seqused)
     other = torch.full((starts_k[-1] + 1, 1, 5), 7.0)
     rests = (schedule.rest_of(out, cu_seqlens_q),), (schedule.rest_of(other, cu_seqlens_k),)
     schedule.plan_packed[(3,)](table, packing, *rests, lse, len(lengths), max_tiles, total_q, other.shape[0], heads,
-                               TILE_M=tile_m, BLOCK=64)  # fmt: skip
+                               TILE_M=tile_m, BLOCK=64, SORTED=64 * is_sorted)  # fmt: skip
     assert (out[starts_q[-1] :] == 0).all() and (out[: starts_q[-1]] == 7).all()
     assert (other[-1] == 0).all() and (other[:-1] == 7).all()
     assert (lse[:, starts_q[-1] :] == float("-inf")).all() and (lse[:, : starts_q[-1]] == 7).all()
 
+    places = list(range(len(lengths)))
+    if is_sorted:
+        places = sorted((b for b in places if seqlens[b][0]), key=lambda b: -seqlens[b][1])
     expected = [
-        (tile, head, b, starts_q[b], q, starts_k[b], k)
-        for b, (q, k) in enumerate(seqlens) for tile in range(-(-q // tile_m)) for head in range(heads)
+        (tile, head, b, starts_q[b], seqlens[b][0], starts_k[b], seqlens[b][1], len(places) - 1 - place)
+        for place, b in enumerate(places) for tile in range(-(-seqlens[b][0] // tile_m)) for head in range(heads)
     ]  # fmt: skip
     assert table[0].item() * heads == len(expected)
     assert 0 <= table[8] < len(lengths)
-    listed = torch.full((len(expected), 7), -1, dtype=torch.int32)
+    listed = torch.full((len(expected), 8), -1, dtype=torch.int32)
     for last_first in (False, True):
         _list_packed_tiles[(1,)](listed, len(expected), table, heads, 256, 1, last_first)
         assert sorted(map(tuple, listed.tolist())) == sorted(expected)
+        assert [row[2] for row in listed.tolist()] == [row[2] for row in expected]
         for head in {(row[1], row[2]) for row in listed.tolist()}:
             tiles = [row[0] for row in listed.tolist() if (row[1], row[2]) == head]
             assert tiles == sorted(tiles, reverse=last_first)
@@ -139,7 +145,7 @@ def _ints(*values):
 def _cached_sequences(layout, window, batch, seqlen_q, total_q, rows_apart, whole):
     """(start_q, seqlen_q, start_k, seqlen_k) of each sequence that has a tile of 128 queries. layout: of a CacheLayout."""
     max_tiles = total_q // 128 + batch
-    table = torch.full((8 * (1 + max_tiles) + batch,), -1, dtype=torch.int32)
+    table = torch.full((schedule.table_size(max_tiles, batch),), -1, dtype=torch.int32)
     schedule.plan_cached[(1,)](table, layout[:6], *layout[6:], Window(*window), seqlen_q, rows_apart, whole, batch, max_tiles,
                                TILE_M=128, BLOCK=32)  # fmt: skip
     entries = table[8 : 8 * (1 + max_tiles)].view(-1, 8)[: table[0]]

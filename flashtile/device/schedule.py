@@ -85,6 +85,11 @@ def tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST: tl.constexpr):
 ENTRY = tl.constexpr(8)
 
 
+def table_size(max_tiles, batch):
+    """Words of a table of packed tiles."""
+    return ENTRY.value * (1 + max_tiles) + 2 * batch
+
+
 class Rest(NamedTuple):
     """Rows of a packed tensor behind its last sequence: from starts[batch] on."""
 
@@ -120,16 +125,17 @@ def _clear_rest_of_lse(lse, first_row, total_q, num_heads, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "max_tiles", "total_q", "total_k", "num_heads"])
 def plan_packed(table, packing, rests_q, rests_k, lse, batch, max_tiles, total_q, total_k, num_heads, TILE_M: tl.constexpr,
-                BLOCK: tl.constexpr, CHAINED: tl.constexpr = False):  # fmt: skip
+                BLOCK: tl.constexpr, SORTED: tl.constexpr = 0, CHAINED: tl.constexpr = False):  # fmt: skip
     """The first program writes the table for `packed_tile_of_unit`; others clear what is behind the last sequence.
 
-    table: int32 (ENTRY * (1 + max_tiles) + batch,), with an entry for each query tile of each sequence, one if there is none,
-    since all programs read one; then each one's first tile. rests_q, rests_k: tuples of Rest, of total_q and total_k rows. lse:
-    (num_heads, total_q), or None. CHAINED: see chain.py.
+    table: int32 of `table_size`, with an entry for each query tile of each sequence, one if there is none, since all programs
+    read one; then each one's first tile. SORTED: a power of two, at least the batch, where those of most keys come first, so
+    that programs end together, and the numbers of sequences in that order follow; or 0. rests_q, rests_k: tuples of Rest, of
+    total_q and total_k rows. lse: (num_heads, total_q), or None. CHAINED: see chain.py.
     """
     chain.begin(CHAINED)
     if tl.program_id(0) == 0:
-        _write_table(table, packing, batch, max_tiles, False, TILE_M, BLOCK)
+        _write_table(table, packing, batch, max_tiles, False, TILE_M, BLOCK, SORTED)
     else:
         for i in tl.static_range(len(rests_q)):
             _clear_rest(rests_q[i], total_q, batch, BLOCK)
@@ -146,7 +152,7 @@ def plan_cached(table, index_tensors, table_stride, seqlen_new, capacity, num_ro
     """One program writes the table of `plan_packed` for a call on a cache, a `PackedCache`."""
     chain.begin(CHAINED)
     layout = CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
-    _write_table(table, PackedCache(layout, window, seqlen_q, rows_apart, whole), batch, max_tiles, True, TILE_M, BLOCK)
+    _write_table(table, PackedCache(layout, window, seqlen_q, rows_apart, whole), batch, max_tiles, True, TILE_M, BLOCK, 0)
 
 
 @triton.jit
@@ -158,14 +164,35 @@ def _lengths(packing, sequence, CACHED: tl.constexpr):
 
 
 @triton.jit
-def _write_table(table, packing, batch, max_tiles, CACHED: tl.constexpr, TILE_M: tl.constexpr, BLOCK: tl.constexpr):
+def _sort(sequences, packing, batch, CACHED: tl.constexpr, SIZE: tl.constexpr):
+    """Write the numbers of the sequences, those of most keys first, those without queries last; return how many have some."""
+    number = tl.arange(0, SIZE)
+    lengths = _lengths(packing, tl.minimum(number, batch - 1), CACHED)
+    keys = tl.where(lengths.seqlen_q > 0, lengths.seqlen_k, -1)
+    is_before = (keys[None, :] > keys[:, None]) | ((keys[None, :] == keys[:, None]) & (number[None, :] < number[:, None]))
+    rank = tl.sum((is_before & (number < batch)[None, :]).to(tl.int32), 1)
+    tl.store(sequences + rank, number, mask=number < batch)
+    tl.debug_barrier()
+    return tl.sum(((keys >= 0) & (number < batch)).to(tl.int32), 0)
+
+
+@triton.jit
+def _write_table(table, packing, batch, max_tiles, CACHED: tl.constexpr, TILE_M: tl.constexpr, BLOCK: tl.constexpr,
+                 SORTED: tl.constexpr):  # fmt: skip
     first_tile = table + ENTRY * (1 + max_tiles)
+    sequences = first_tile + batch
+    count = batch
+    if SORTED:
+        count = _sort(sequences, packing, batch, CACHED, SORTED)
     total = 0
     for begin in range(0, batch, BLOCK):
-        sequence = begin + tl.arange(0, BLOCK)
-        lengths = _lengths(packing, tl.minimum(sequence, batch - 1), CACHED)
-        num_tiles = tl.where(sequence < batch, tl.cdiv(lengths.seqlen_q, TILE_M), 0)
-        tl.store(first_tile + sequence, total + tl.cumsum(num_tiles, 0) - num_tiles, mask=sequence < batch)
+        place = begin + tl.arange(0, BLOCK)
+        sequence = tl.minimum(place, batch - 1)
+        if SORTED:
+            sequence = tl.load(sequences + sequence)
+        lengths = _lengths(packing, sequence, CACHED)
+        num_tiles = tl.where(place < batch, tl.cdiv(lengths.seqlen_q, TILE_M), 0)
+        tl.store(first_tile + place, total + tl.cumsum(num_tiles, 0) - num_tiles, mask=place < batch)
         total += tl.sum(num_tiles, 0)
     # Packed queries that overlap have more tiles than there is room for
     total = tl.minimum(total, max_tiles)
@@ -173,7 +200,7 @@ def _write_table(table, packing, batch, max_tiles, CACHED: tl.constexpr, TILE_M:
     tl.debug_barrier()
     for begin in range(0, tl.maximum(total, 1), BLOCK):
         tile = begin + tl.arange(0, BLOCK)
-        # The last sequence that begins at or before the tile: of those that begin at one tile, all others are empty
+        # The place of the last sequence that begins at or before the tile: of those that begin at one, all others are empty
         low = tl.zeros((BLOCK,), tl.int32)
         high = low + batch - 1
         remaining = batch
@@ -183,21 +210,25 @@ def _write_table(table, packing, batch, max_tiles, CACHED: tl.constexpr, TILE_M:
             low = tl.where(right, middle, low)
             high = tl.where(right, high, middle - 1)
             remaining = (remaining + 1) // 2
-        lengths = _lengths(packing, low, CACHED)
+        sequence = low
+        if SORTED:
+            sequence = tl.load(sequences + low)
+        lengths = _lengths(packing, sequence, CACHED)
         entry = table + ENTRY * (1 + tile)
         inside = tile < tl.maximum(total, 1)
-        tl.store(entry, low, mask=inside)
+        tl.store(entry, sequence, mask=inside)
         tl.store(entry + 1, tl.load(first_tile + low), mask=inside)
         tl.store(entry + 2, tl.cdiv(lengths.seqlen_q, TILE_M), mask=inside)
         tl.store(entry + 3, lengths.start_q.to(tl.int32), mask=inside)
         tl.store(entry + 4, lengths.seqlen_q, mask=inside)
         tl.store(entry + 5, lengths.start_k.to(tl.int32), mask=inside)
         tl.store(entry + 6, lengths.seqlen_k, mask=inside)
+        tl.store(entry + 7, count - 1 - low, mask=inside)
 
 
 @triton.jit
 def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
-    """The unit-th tile of a packed call and the lengths of its sequence; sequences follow each other.
+    """The unit-th tile of a packed call, the lengths of its sequence, and how many follow; sequences come one by one.
 
     order: num_tiles of one head, all sequences together; heads_per_group counts rows of keys that fit in L2, and tail_heads
     heads that share keys. Groups are of about one size: a small last one would leave programs without a tile.
@@ -212,7 +243,7 @@ def packed_tile_of_unit(unit, order, table, LAST_FIRST: tl.constexpr):
     heads = tl.cdiv(shared, tl.cdiv(shared, most)) * order.tail_heads
     inner = Order(num_tiles, order.num_heads, order.num_heads, tl.minimum(heads, order.num_heads), 0)
     work = tile_of_unit(unit - first_tile * order.num_heads, inner, LAST_FIRST)
-    return Work(work.tile, work.head, batch), lengths
+    return Work(work.tile, work.head, batch), lengths, tl.load(entry + 7)
 
 
 @triton.jit

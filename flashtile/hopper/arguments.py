@@ -191,19 +191,23 @@ def max_query_tiles(problem, config):
 
 def table_entries(problem, config):
     """Numbers in the table that `schedule.plan_packed` writes."""
-    return schedule.ENTRY.value * (1 + max_query_tiles(problem, config)) + problem.batch
+    return schedule.table_size(max_query_tiles(problem, config), problem.batch)
 
 
-def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests_q, rests_k, lse=None):
-    """`schedule.plan_packed`, whose other programs than the first have something to do where there are rests."""
+def launch_plan(launch, problem, table, packing, max_tiles, tile_rows, rests_q, rests_k, lse=None, sequences=0):
+    """`schedule.plan_packed`, whose other programs than the first have something to do where there are rests.
+
+    sequences: how many it may sort, or 0.
+    """
     arguments = (table, packing, rests_q, rests_k, lse, problem.batch, max_tiles, problem.total_q, problem.total_k,
                  problem.num_heads)  # fmt: skip
-    launch_table(launch, schedule.plan_packed, 33 if rests_q or rests_k else 1, arguments, tile_rows)
+    launch_table(launch, schedule.plan_packed, 33 if rests_q or rests_k else 1, arguments, tile_rows, SORTED=sequences)
 
 
-def launch_table(launch, kernel, num_programs, arguments, tile_rows):
+def launch_table(launch, kernel, num_programs, arguments, tile_rows, **constexprs):
     """A kernel of `schedule` that writes a table of packed tiles."""
-    launch(kernel, (num_programs,), arguments, {"TILE_M": tile_rows, "BLOCK": 1024, "CHAINED": True}, num_warps=8)
+    constexprs = {"TILE_M": tile_rows, "BLOCK": 1024, **constexprs, "CHAINED": True}
+    launch(kernel, (num_programs,), arguments, constexprs, num_warps=8)
 
 
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):

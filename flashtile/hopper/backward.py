@@ -41,9 +41,10 @@ the queries, where tiles of keys are fewer than programs, or little more (`backw
 4096 queries over 77 keys of 10 heads has 20, and of the 128 of a causal call of 4096 tokens of 4 heads the longest walk is
 twice the mean.
 
-Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged; TMA descriptors
-that end where a sequence ends (`arguments.packed_descriptor`); row statistics and dq_sum padded, see padded_start. Under
-dropout p keeps its sign as the mask between the partitions: negative where it is dropped.
+Packed calls: a table of tiles of keys, which `schedule.plan_packed` writes with queries and keys exchanged, where heads share
+keys the longest sequences first; TMA descriptors that end where a sequence ends (`arguments.packed_descriptor`); row statistics
+and dq_sum padded, see padded_start. Under dropout p keeps its sign as the mask between the partitions: negative where it is
+dropped.
 
 Partitions of 16 warps, BY_ROWS (128 keys; head dims to 128, and larger ones with few columns, see backward_config.py), between
 them only barriers on buffers:
@@ -211,11 +212,10 @@ def work_of_unit(unit, order, table, lengths, TILE_N: tl.constexpr, FIXED_ORDER:
         goes_up = work.batch * order.num_heads + work.head < order.total_heads - order.tail_heads
     else:
         exists = unit < order.num_tiles * order.num_heads
-        work, swapped = schedule.packed_tile_of_unit(unit, order, table, False)
+        work, swapped, sequences_after = schedule.packed_tile_of_unit(unit, order, table, False)
         lengths = Lengths(swapped.start_k, swapped.start_q, swapped.seqlen_k, swapped.seqlen_q)
         # Down in the last group of heads of every other sequence, among which is the last
         tail_heads = order.heads_per_group // tl.maximum(lengths.seqlen_q, 1)
-        sequences_after = order.total_heads // order.num_heads - 1 - work.batch
         goes_up = (work.head < order.num_heads - tail_heads) | (sequences_after % 2 == 1)
     if ALL_DOWN:
         goes_up = unit < 0
@@ -1517,7 +1517,7 @@ def total_heads(problem):
 def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
-    table = schedule.ENTRY.value * (1 + max_key_tiles(problem, config)) + problem.batch if problem.varlen else 0
+    table = schedule.table_size(max_key_tiles(problem, config), problem.batch) if problem.varlen else 0
     sums = 0 if backward_config.stores_dq(problem, config) == "all" else rows * _sum_columns(problem, config)
     sizes = sums, rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
@@ -1589,7 +1589,8 @@ def plan_keys(problem, config, call, launch):
     if not problem.has_seqused_k:
         rests_k = tuple(schedule.rest_of(x, cu_seqlens_k) for x in written_gradients(call))
     packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
-    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests_q, rests_k)
+    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests_q, rests_k,
+                          sequences=backward_config.sorted_sequences(problem, config))  # fmt: skip
 
 
 def launch_main(problem, config, call, launch):

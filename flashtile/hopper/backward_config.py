@@ -219,6 +219,18 @@ def query_parts(problem, config) -> int:
     return best if time(best) <= _MOST_TIME[right is not None] * time(1) else 1
 
 
+# Sequences of a packed call that are sorted where heads share keys, whose walks are long: at most so many, since of more some
+# short ones are always among the last
+_MOST_SORTED = 128
+
+
+def sorted_sequences(problem, config) -> int:
+    """Places for sequences of a packed call whose longest are taken first, a power of two; 0 where they stay as they are."""
+    tiles = (problem.total_k // config.tile_n + problem.batch) * problem.num_heads_kv * config.splits
+    sorts = problem.group_size > config.splits and 1 < problem.batch <= _MOST_SORTED and tiles > config.num_programs
+    return max(16, 1 << (problem.batch - 1).bit_length()) if sorts else 0
+
+
 class _Step(NamedTuple):
     """us of a step: where heads share no keys, and where they do; by what factor longer in a fixed order, causal and full. From
     so many query heads on that programs are at, rows do not fit in L2: us more for each.

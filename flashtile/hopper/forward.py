@@ -230,7 +230,7 @@ def _tile_part(unit, order, table, lengths, window, parts, TILE_M: gl.constexpr,
         work = schedule.tile_of_unit(unit, order, LAST_FIRST)
     else:
         exists = unit < order.num_tiles * order.num_heads
-        work, lengths = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
+        work, lengths, _ = schedule.packed_tile_of_unit(unit, order, table, LAST_FIRST)
     row_begin = work.tile * TILE_M
     tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
     end = gl.maximum(tiles.end, 1)

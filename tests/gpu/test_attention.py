@@ -101,6 +101,13 @@ def test_tail_of_half(tier, case, tail_of_half, poisoned):
 
 
 @pytest.mark.parametrize("tier", ["hopper"], indirect=True)
+@pytest.mark.parametrize("case", [c for c in CASES + LARGE if c.lengths], ids=lambda case: case.name)
+def test_longest_first(tier, case, longest_first, poisoned):
+    skip_refused(tier, case, torch.bfloat16)
+    checks.check_attention(case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("tier", ["hopper"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES + SHORT if not c.dropout_p], ids=lambda case: case.name)
 def test_three_parts(tier, case, dtype, three_parts, long_keys, poisoned):
