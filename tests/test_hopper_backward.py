@@ -142,7 +142,7 @@ def test_groups_of_the_fixed_order(seqlen, head_dim, causal, group_size, whole):
         )  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
         config = replace(config, num_programs=num_programs, splits=splits)
-        return *backward.heads_in_groups(problem, config), config
+        return *backward_config.heads_in_groups(problem, config), config
 
     # Parts of a group are groups
     splits = 1 if whole else group_size
@@ -175,7 +175,7 @@ def test_programs_end_together(group_size):
                                    window=(None, 0))  # fmt: skip
         config = backward_config.configs(problem, hardware.by_name("H200"))["backward"]
         config = replace(config, splits=1, query_parts=1, fixed_order=False)
-        group, last = backward.heads_in_groups(problem, config)
+        group, last = backward_config.heads_in_groups(problem, config)
         num_tiles, order = -(-seqlen // 128), []
         groups = [group] * ((heads - last) // group) + [last]
         assert sum(groups) == heads
@@ -270,13 +270,30 @@ def test_every_call_has_a_backward():
         )  # fmt: skip
         if backward_config.refuses(problem, h200):
             continue
-        found, other = (backward_config.configs(problem, replace(h200, num_sms=n))["backward"] for n in (132, 114))
+        found, other = (backward_config.configs(problem, replace(h200, num_sms=n))["backward"] for n in (132, 20))
         assert group_size % found.splits == 0 and found.query_parts >= 1
         if problem.deterministic:
             assert replace(other, num_programs=132) == found
         if batch and queries and keys:
-            group, last = backward.heads_in_groups(problem, found)
+            group, last = backward_config.heads_in_groups(problem, found)
             assert group >= 0 and last >= 0
+            if problem.deterministic:
+                assert backward_config.heads_in_groups(problem, other) == (group, last)
+                assert backward_config.sorted_sequences(problem, other) == backward_config.sorted_sequences(problem, found)
+
+
+def test_whose_sequences_are_sorted():
+    """Those of long walks, where programs have several, of not too many sequences."""
+    from flashtile.hopper import backward_config
+    from flashtile.problem import AttentionProblem
+
+    def places(batch, total, heads, heads_kv, **options):
+        problem = AttentionProblem(batch, 2000, 2000, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0, total_q=total,
+                                   total_k=total, **options)  # fmt: skip
+        return backward_config.sorted_sequences(problem, backward_config.CONFIGS[128])
+
+    assert places(16, 16384, 32, 8) == 16 and places(17, 16384, 32, 8) == 32 and places(128, 65536, 32, 8) == 128
+    assert {places(1, 16384, 32, 8), places(129, 65536, 32, 8), places(16, 16384, 8, 8), places(4, 1000, 32, 8)} == {0}
 
 
 def test_parts_of_queries():

@@ -72,7 +72,6 @@ Source: Dao 2023, FlashAttention-2, algorithm 2; Shah et al. 2024, FlashAttentio
 Refused: see backward_config.py.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,7 +107,7 @@ from flashtile.hopper import arguments, backward_config, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
 from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.problem import Operands
-from flashtile.tiles import box_columns, live_columns, padded_dim, programs_in_order
+from flashtile.tiles import box_columns, live_columns, padded_dim
 
 # Keys of one computing partition: the rows of one wgmma.
 HALF_N = gl.constexpr(64)
@@ -1400,10 +1399,6 @@ def backward_convert(
 
 # Rows of a program of backward_rows, and counters that it clears at once
 ROW_TILE = 32
-# Heads of all sequences that are one group where they share keys and the order is fixed
-FEW_HEADS = 96
-# Query heads of the last group whose rows fit in L2 at head dims over 128, and tiles of keys a program that it has all the same
-CROWD, LAST_TILES_OF_A_CROWD = 60, 1.25
 # The right bound of no window
 UNBOUNDED = 2**30
 CLEARED = tl.constexpr(128)
@@ -1517,7 +1512,7 @@ def total_heads(problem):
 def workspace_sizes(problem, config):
     """Numbers of 4 bytes that the kernels hand to each other: dq_sum, neg_lse, neg_delta, counters, table."""
     rows = padded_rows(problem) * total_heads(problem)
-    table = schedule.table_size(max_key_tiles(problem, config), problem.batch) if problem.varlen else 0
+    table = schedule.table_size(backward_config.max_key_tiles(problem, config), problem.batch) if problem.varlen else 0
     sums = 0 if backward_config.stores_dq(problem, config) == "all" else rows * _sum_columns(problem, config)
     sizes = sums, rows, rows, num_counters(problem, config), table
     # Each begins at a multiple of 256 bytes.
@@ -1540,13 +1535,6 @@ def num_counters(problem, config):
     if config.fixed_order:
         return 2 + padded_rows(problem) // config.tile_m * total_heads(problem)
     return 1 + (problem.batch * problem.num_heads_kv * config.parts if problem.group_size > config.splits else 0)
-
-
-def max_key_tiles(problem, config):
-    """Tiles of keys of one head, in a packed call at most so many."""
-    if problem.varlen:
-        return problem.total_k // config.tile_n + problem.batch
-    return triton.cdiv(problem.seqlen_k, config.tile_n)
 
 
 def _delta(problem, call):
@@ -1589,8 +1577,8 @@ def plan_keys(problem, config, call, launch):
     if not problem.has_seqused_k:
         rests_k = tuple(schedule.rest_of(x, cu_seqlens_k) for x in written_gradients(call))
     packing = Packing(cu_seqlens_k, cu_seqlens_q, seqused_k, seqused_q)
-    arguments.launch_plan(launch, problem, call.table, packing, max_key_tiles(problem, config), config.tile_n, rests_q, rests_k,
-                          sequences=backward_config.sorted_sequences(problem, config))  # fmt: skip
+    max_tiles, sequences = backward_config.max_key_tiles(problem, config), backward_config.sorted_sequences(problem, config)
+    arguments.launch_plan(launch, problem, call.table, packing, max_tiles, config.tile_n, rests_q, rests_k, sequences=sequences)
 
 
 def launch_main(problem, config, call, launch):
@@ -1602,7 +1590,7 @@ def launch_main(problem, config, call, launch):
     describe = packed_descriptor if problem.varlen else descriptor
     live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
     box_d, box_dv = box_columns(live_d, block_d), box_columns(live_dv, block_dv)
-    num_tiles = max_key_tiles(problem, config)
+    num_tiles = backward_config.max_key_tiles(problem, config)
     dk, dv = written_gradients(call)
     dq_desc = None
     if backward_config.stores_dq(problem, config) != "no":
@@ -1616,7 +1604,7 @@ def launch_main(problem, config, call, launch):
         describe(operands.v, half_n, box_dv), row_descriptor(call.neg_lse, tile_m), row_descriptor(call.neg_delta, tile_m),
         describe(dk, half_n, block_d), describe(dv, half_n, block_dv), dq_desc, call.dq_sum, call.counters, call.table,
         masks.Window(*problem.window), score_params, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
-        heads_kv, splits, query_parts, batch_heads, *heads_in_groups(problem, config), padded_rows(problem),
+        heads_kv, splits, query_parts, batch_heads, *backward_config.heads_in_groups(problem, config), padded_rows(problem),
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.splits, "TILE_M": tile_m, "TILE_N": config.tile_n,
@@ -1652,51 +1640,6 @@ def written_gradients(call):
 def launch_add(problem, config, call, launch):
     blocks = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     groups.launch_add((call.dk, call.dv), (call.dk_parts, call.dv_parts), blocks, config.parts, launch, chained=True)
-
-
-def heads_in_groups(problem, config):
-    """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
-    them.
-
-    Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
-    share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
-    program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
-    with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down, all
-    where heads share keys. With parts of the queries all heads are one group: so few tiles are.
-
-    Without a mask in a fixed order all heads go up. Each of a head's tiles must stay a turn behind the one before, which delays
-    the first ones alone if the last of those that run is not a whole walk behind the first: a tile gets twice as many steps as
-    tiles of its head run at once.
-    """
-    causal = problem.window[1] is not None
-    group_size = problem.group_size // config.splits
-    fixed = config.fixed_order
-    # Which heads go down changes the order of sums
-    programs = programs_in_order(problem.deterministic, config.num_programs)
-    if fixed and not causal:
-        rows = 2 * programs * config.tile_m // group_size
-        return (rows, 1) if problem.varlen else (max(1, rows // triton.cdiv(problem.seqlen_q, config.query_parts)), 0)
-    if problem.varlen:
-        return (2 * programs * config.tile_n if causal else 0), 1
-    if not causal:
-        return 1, 0
-    num_tiles = max_key_tiles(problem, config)
-    all_heads = problem.batch * problem.num_heads_kv * config.parts
-    if config.query_parts > 1:
-        return all_heads, 0
-    heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
-    # Rows of many query heads do not fit in L2
-    crowds = group_size > 1 and max(problem.head_dim, problem.head_dim_v) > 128
-    if fixed:
-        if group_size > 1 and not crowds and problem.batch * problem.num_heads <= FEW_HEADS:
-            return all_heads, all_heads
-        # At least a tile a program, and some heads that go up
-        heads = min(max(heads, triton.cdiv(programs, num_tiles)), triton.cdiv(all_heads, 2))
-        return heads, heads
-    last = math.ceil(backward_config.LAST_TILES_A_PROGRAM * programs / num_tiles)
-    if crowds:
-        last = min(last, max(math.ceil(LAST_TILES_OF_A_CROWD * programs / num_tiles), CROWD // group_size))
-    return heads, all_heads - max(0, all_heads - last) // heads * heads
 
 
 def tma_ready(x):

@@ -1,4 +1,4 @@
-"""Which backward the Hopper tier has for a problem: refusals and tiles, as data. Imports neither triton nor a GPU."""
+"""Which backward the Hopper tier has for a problem: refusals, tiles, the order of heads. Imports neither triton nor a GPU."""
 
 import math
 from dataclasses import dataclass, replace
@@ -226,8 +226,10 @@ _MOST_SORTED = 128
 
 def sorted_sequences(problem, config) -> int:
     """Places for sequences of a packed call whose longest are taken first, a power of two; 0 where they stay as they are."""
-    tiles = (problem.total_k // config.tile_n + problem.batch) * problem.num_heads_kv * config.splits
-    sorts = problem.group_size > config.splits and 1 < problem.batch <= _MOST_SORTED and tiles > config.num_programs
+    tiles = max_key_tiles(problem, config) * problem.num_heads_kv * config.splits
+    # Whose heads go down hangs on it, and so the order of sums
+    programs = programs_in_order(problem.deterministic, config.num_programs)
+    sorts = problem.group_size > config.splits and 1 < problem.batch <= _MOST_SORTED and tiles > programs
     return max(16, 1 << (problem.batch - 1).bit_length()) if sorts else 0
 
 
@@ -257,7 +259,7 @@ _STEPS = {
 # Steps that a walk takes longer; causal in a fixed order
 _WALK_STEPS, _WALK_STEPS_IN_ORDER = 2, 3
 # Tiles of keys a program that the last group of heads has at least, under a causal mask
-LAST_TILES_A_PROGRAM = 1.75
+_LAST_TILES_A_PROGRAM = 1.75
 # What part of a walk causal programs end later than if all had the same; of up to two, a long and a short one go together
 _UNEVEN = 0.2
 # What part of a step does not hang on how many columns count
@@ -289,7 +291,7 @@ def _backward_us(problem, config) -> float:
         steps = math.ceil(walks) * walk
     step, columns = _STEPS[config.tile_m, config.tile_n, block], live_columns(problem.head_dim, block) / block
     # At one time; programs that begin together are at the same rows
-    many = max(0, group * min(heads, LAST_TILES_A_PROGRAM * programs / tiles) - step.fitting) if walks > 1 else 0
+    many = max(0, group * min(heads, _LAST_TILES_A_PROGRAM * programs / tiles) - step.fitting) if walks > 1 else 0
     step_us = (step.own if group == 1 else step.shared) + step.crowded * many
     step_us *= _STEP_OF_NO_COLUMNS + (1 - _STEP_OF_NO_COLUMNS) * columns
     if config.fixed_order:
@@ -337,3 +339,61 @@ def _in_order(problem, config, fixed) -> BackwardConfig:
         # A third takes 0.99 to 1.08 of the time of two where the order is fixed (single runs, not recorded).
         config = replace(config, fixed_order=True, dscores_stages=min(config.dscores_stages, 2))
     return replace(config, query_parts=query_parts(problem, config))
+
+
+def max_key_tiles(problem, config):
+    """Tiles of keys of one head, in a packed call at most so many."""
+    if problem.varlen:
+        return problem.total_k // config.tile_n + problem.batch
+    return -(-problem.seqlen_k // config.tile_n)
+
+
+# Heads of all sequences that are one group where they share keys and the order is fixed
+_FEW_HEADS = 96
+# Query heads of the last group whose rows fit in L2 at head dims over 128, and tiles of keys a program that it has all the same
+_CROWD, _LAST_TILES_OF_A_CROWD = 60, 1.25
+
+
+def heads_in_groups(problem, config):
+    """(heads per group, heads of the last group) for `schedule.Order`; of packed calls rows of queries, and heads that share
+    them.
+
+    Causal: about two tiles a program in a group. Tiles of fewer heads are at the same queries at the same time, of more they
+    share less in L2: at head dim 128 and 4096 tokens 448, 458, 488, 483, 473 TFLOP/s with 1, 2, 4, 8, 32 heads. One tile a
+    program where query heads share keys: 32 heads, 8 of them a group, 2 x 8192 tokens 5.07 ms with 2 key-value heads, 5.25
+    with 4 (one run, not recorded). Packed calls have not been tried with one. In a fixed order the last group goes down, all
+    where heads share keys. With parts of the queries all heads are one group: so few tiles are.
+
+    Without a mask in a fixed order all heads go up. Each of a head's tiles must stay a turn behind the one before, which delays
+    the first ones alone if the last of those that run is not a whole walk behind the first: a tile gets twice as many steps as
+    tiles of its head run at once.
+    """
+    causal = problem.window[1] is not None
+    group_size = problem.group_size // config.splits
+    fixed = config.fixed_order
+    # Which heads go down changes the order of sums
+    programs = programs_in_order(problem.deterministic, config.num_programs)
+    if fixed and not causal:
+        rows = 2 * programs * config.tile_m // group_size
+        return (rows, 1) if problem.varlen else (max(1, rows // -(-problem.seqlen_q // config.query_parts)), 0)
+    if problem.varlen:
+        return (2 * programs * config.tile_n if causal else 0), 1
+    if not causal:
+        return 1, 0
+    num_tiles = max_key_tiles(problem, config)
+    all_heads = problem.batch * problem.num_heads_kv * config.parts
+    if config.query_parts > 1:
+        return all_heads, 0
+    heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))
+    # Rows of many query heads do not fit in L2
+    crowds = group_size > 1 and max(problem.head_dim, problem.head_dim_v) > 128
+    if fixed:
+        if group_size > 1 and not crowds and problem.batch * problem.num_heads <= _FEW_HEADS:
+            return all_heads, all_heads
+        # At least a tile a program, and some heads that go up
+        heads = min(max(heads, -(-programs // num_tiles)), -(-all_heads // 2))
+        return heads, heads
+    last = math.ceil(_LAST_TILES_A_PROGRAM * programs / num_tiles)
+    if crowds:
+        last = min(last, max(math.ceil(_LAST_TILES_OF_A_CROWD * programs / num_tiles), _CROWD // group_size))
+    return heads, all_heads - max(0, all_heads - last) // heads * heads
