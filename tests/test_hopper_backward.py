@@ -287,9 +287,9 @@ def test_whose_sequences_are_sorted():
     from flashtile.hopper import backward_config
     from flashtile.problem import AttentionProblem
 
-    def places(batch, total, heads, heads_kv, **options):
-        problem = AttentionProblem(batch, 2000, 2000, heads, heads_kv, 128, 128, torch.bfloat16, softmax_scale=1.0, total_q=total,
-                                   total_k=total, **options)  # fmt: skip
+    def places(batch, total, heads, heads_kv):
+        shape = batch, 2000, 2000, heads, heads_kv, 128, 128
+        problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=1.0, total_q=total, total_k=total)
         return backward_config.sorted_sequences(problem, backward_config.CONFIGS[128])
 
     assert places(16, 16384, 32, 8) == 16 and places(17, 16384, 32, 8) == 32 and places(128, 65536, 32, 8) == 128
