@@ -62,7 +62,7 @@ def group_splits(problem, tile_n, num_sms) -> int:
 class PortableConfig(KeyTileConfig):
     """Of a kernel with a program for each tile. tail_heads: the last heads, see `device.schedule.tile_of_program`."""
 
-    tail_heads: int = 0
+    tail_heads: int | None = None
 
 
 # Of the tiles of the last heads under a causal mask, see portable/forward.py
@@ -77,8 +77,8 @@ def on_gpu(kernel, config, problem, num_sms) -> PortableConfig:
         config = replace(config, splits=group_splits(problem, config.tile_n, num_sms))
         heads, tiles = problem.num_heads_kv * config.splits, _tiles_of_keys(problem, config.tile_n)
     last = num_sms * _TAIL_WARPS_AN_SM // config.num_warps
-    # Tiles that all run at once end as they do in any order
-    if kernel == "delta" or problem.window[1] is None or 2 * heads * tiles <= last:
+    # Tiles that all run at once end as they do in any order, and heads of few tiles hardly matter
+    if kernel == "delta" or problem.window[1] is None or 2 * heads * tiles <= last or tiles < 4 * problem.batch:
         return config
     return replace(config, tail_heads=min(problem.batch * heads, -(-last * problem.batch // tiles)))
 

@@ -11,7 +11,7 @@ launch functions of the package run as they are, on "meta" tensors; only the lau
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -85,6 +85,9 @@ def _launch(kernel, row, problem, operands):
     lse = operands.q.new_empty(problem.lse_shape, dtype=torch.float32)
     common = common_arguments(problem, operands)
     config = tiles.on_gpu(row.kernel, row.config, problem, num_sms=1)
+    if problem.window[1] is not None and row.kernel != "delta" and row.max_seqlen is None:
+        # As in calls of many tiles, which takes registers
+        config = replace(config, tail_heads=1)
     if kernel == "forward":
         forward.launch(problem, config, operands)
     elif kernel == "delta":

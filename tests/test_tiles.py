@@ -131,11 +131,12 @@ def test_the_last_heads_of_many_causal_tiles_end_a_portable_call():
 
     causal = {"window": (None, 0)}
     # 400 tiles have 16 warps a multiprocessor
-    assert tail("forward", 6400, 40, **causal) == 4 and tail("dq", 64, 1000, **causal) == 400
-    assert tail("forward", 6400, 1, **causal) == 0 and tail("forward", 6400, 2, **causal) == 4
+    assert tail("forward", 6400, 40, **causal) == 4 and tail("dq", 256, 1000, **causal) == 100
+    assert tail("dq", 192, 1000, **causal) is tail("forward", 6400, 1, **causal) is None
+    assert tail("forward", 6400, 2, **causal) == 4
     # Of keys
-    assert tail("dkdv", 3200, 16, 2, **causal) == 0 and tail("dkdv", 3200, 16, **causal) == 8
-    assert tail("forward", 6400, 40) == 0 and tail("delta", 6400, 40, **causal) == 0
+    assert tail("dkdv", 3200, 16, 2, **causal) is None and tail("dkdv", 3200, 16, **causal) == 8
+    assert tail("forward", 6400, 40) is tail("delta", 6400, 40, **causal) is None
 
 
 def few_queries(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim=128, **options):

@@ -209,7 +209,7 @@ def _tiles(config):
     for name, whole in (("splits", "a group of heads"), ("query_parts", "the queries"), ("key_parts", "the keys")):
         parts = getattr(config, name, 1)
         words += f", {parts} parts of {whole}" if parts > 1 else ""
-    tail_heads = getattr(config, "tail_heads", 0)
+    tail_heads = getattr(config, "tail_heads", None)
     words += f", the last {tail_heads} heads side by side" if tail_heads else ""
     words += ", sums in a fixed order" if getattr(config, "fixed_order", False) else ""
     return f"{words}, {heads} heads a tile" if heads > 1 else words

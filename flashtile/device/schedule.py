@@ -21,9 +21,9 @@ class Work(NamedTuple):
 MAX_GRID = 65535
 
 
-def grid_of(num_tiles, num_heads, batch, tail_heads=0):
+def grid_of(num_tiles, num_heads, batch, tail_heads=None):
     """One program a tile, for `tile_of_program`."""
-    if max(num_heads, batch) <= MAX_GRID and tail_heads == 0:
+    if max(num_heads, batch) <= MAX_GRID and tail_heads is None:
         return num_tiles, num_heads, batch
     return (num_tiles * num_heads * batch,)
 
@@ -67,15 +67,21 @@ def tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST: tl.constexpr):
     """Of a grid of `grid_of`. Tiles of one head run side by side, so that they share its rows in L2.
 
     LAST_FIRST starts a head's last tiles first: under a causal mask they are the longest. Those of the last tail_heads (of all
-    sequences, counted through) begin with those of the same place in other heads, so that programs end together.
+    sequences, counted through) begin with those of the same place in other heads, so that programs end together; None for no
+    such heads, since their order takes registers.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2)
     if tl.num_programs(0) != num_tiles:
         # Counted through: divisions, which a small call waits for
-        order = Order(num_tiles, num_heads, tl.num_programs(0) // num_tiles, 1, tail_heads)
-        tile, head, batch = tile_of_unit(tile, order, False)
+        if tail_heads is None:
+            batch = tile // (num_tiles * num_heads)
+            head = (tile // num_tiles) % num_heads
+            tile = tile % num_tiles
+        else:
+            order = Order(num_tiles, num_heads, tl.num_programs(0) // num_tiles, 1, tail_heads)
+            tile, head, batch = tile_of_unit(tile, order, False)
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
     return Work(tile, head, batch)

@@ -44,7 +44,7 @@ def attention_delta(
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
-    work = schedule.tile_of_program(num_tiles, num_heads, 0, LAST_FIRST=False)
+    work = schedule.tile_of_program(num_tiles, num_heads, None, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
     if row_begin < lengths.seqlen_q:
