@@ -41,9 +41,14 @@ def programs_in_order(deterministic, num_sms) -> int:
     return 132 if deterministic else num_sms
 
 
+def packed_tiles(problem, rows, total) -> int:
+    """At most so many tiles of rows one head of a packed call has. total: rows of all sequences."""
+    return total // rows + problem.batch
+
+
 def _number_of_tiles(problem, rows, seqlen, total) -> int:
-    """Of one head. seqlen, total: of what tiles are rows of; total of packed calls, where it is about the number."""
-    return total // rows + problem.batch if problem.varlen else problem.batch * -(-seqlen // rows)
+    """Of one head. seqlen, total: of what tiles are rows of."""
+    return packed_tiles(problem, rows, total) if problem.varlen else problem.batch * -(-seqlen // rows)
 
 
 def _tiles_of_keys(problem, tile_n) -> int:

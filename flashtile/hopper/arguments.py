@@ -15,7 +15,7 @@ from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
 from flashtile.outputs import forward_outputs, outputs_of_parts
 from flashtile.problem import Operands
-from flashtile.tiles import box_columns, column_boxes, live_columns, padded_dim
+from flashtile.tiles import box_columns, column_boxes, live_columns, packed_tiles, padded_dim
 
 ROWS = 64
 # Registers of a thread of consumers and of the producers, 65536 to a multiprocessor; where tokens are gathered these need more
@@ -186,7 +186,7 @@ def _without_keys(out, lse, sinks):
 
 def max_query_tiles(problem, config):
     """Tiles of queries of one head of a packed call, at most."""
-    return problem.total_q // config.queries + problem.batch
+    return packed_tiles(problem, config.queries, problem.total_q)
 
 
 def table_entries(problem, config):

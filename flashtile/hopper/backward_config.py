@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashtile.tiles import KeyTileConfig, group_splits, live_columns, padded_dim, programs_in_order
+from flashtile.tiles import KeyTileConfig, group_splits, live_columns, packed_tiles, padded_dim, programs_in_order
 
 # Scores start from -lse / scale (see backward.py): a scale near 0 would overflow there.
 SMALLEST_SCALE = 2.0**-40
@@ -344,7 +344,7 @@ def _in_order(problem, config, fixed) -> BackwardConfig:
 def max_key_tiles(problem, config):
     """Tiles of keys of one head, in a packed call at most so many."""
     if problem.varlen:
-        return problem.total_k // config.tile_n + problem.batch
+        return packed_tiles(problem, config.tile_n, problem.total_k)
     return -(-problem.seqlen_k // config.tile_n)
 
 
