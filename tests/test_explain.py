@@ -99,6 +99,13 @@ def test_parts_of_queries_in_the_backward(capsys):
     assert "sums in a fixed order" in explain(capsys, *shape, "-s", "4k", "--nheads", "32")[1]
 
 
+def test_order_of_packed_sequences_in_the_backward(capsys):
+    shape = ("--mode", "fwd_bwd", "--target", "H200", "-b", "16", "-s", "4k", "--nheads", "16", "-d", "128")
+    for options, first in (("--varlen", "4"), True), (("--varlen", "16"), False), ((None, "4"), False):
+        flags = (flag for flag in (options[0], "--nheads-kv", options[1]) if flag)
+        assert ("the longest sequences first" in explain(capsys, *shape, *flags)[1]) == first
+
+
 def test_parts_of_the_keys_in_the_forward(capsys):
     """512 queries of eight heads are 32 tiles."""
     shape = ("--target", "H200", "-b", "1", "--seqlen-q", "512", "--nheads", "8", "-d", "128", "--no-compile")

@@ -172,6 +172,7 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     from flashtile import dispatch, settings, tiles
     from flashtile.bench import offline
     from flashtile.errors import UnsupportedError
+    from flashtile.hopper import backward_config
 
     try:
         plan = dispatch.plan(problem, device, direction, settings.preferred_tiers())
@@ -187,6 +188,9 @@ def _kernels(problem, device, direction, compile_kernels, progress):
     if direction == "decode" and plan.tier == "hopper" and problem.page_size:
         rows = tiles.page_rows(problem, plan.configs["decode"])
         yield f"            {f'TMA loads {rows} slots of a page at once' if rows else 'tokens are gathered from pages'}"
+    if plan.tier == "hopper" and direction == "backward":
+        if backward_config.sorted_sequences(problem, plan.configs["backward"]):
+            yield "            the longest sequences first"
     if compile_kernels and device.arch != "cpu":
         progress.say(f"compiling the {direction} kernels for {device.arch}")
         try:
