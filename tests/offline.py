@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
+import compiled
 import torch
 import triton
 import triton.language as tl
@@ -106,6 +107,7 @@ def _launch(kernel, row, problem, operands):
 def compile_rows(arch, features=False):
     """Yield one dict a chosen row: what it is and what it costs, or the error that it met."""
     rows = [(row.kernel, row, *rest, smem_bytes) for (row, *rest), smem_bytes in chosen_rows(arch, features).items()]
+    rows = compiled.of_this_run(rows, row=lambda call: call[0] if features else call[1])
     # Only calls with ALiBi have these
     rows += [("dslopes", *rest) for kernel, *rest in rows if features and kernel == "dq"]
     for kernel, row, dim, dtype, causal, smem_bytes in rows:

@@ -63,7 +63,7 @@ def test_rows_compile_without_spills(arch):
     problems = [problem for row in rows for problem in _problems(row)]
     assert not problems, "\n" + "\n".join(problems)
     unknown = {name for name in BUDGET if name.endswith(f" sm_{arch}")} - {row["name"] for row in rows}
-    assert not unknown, f"in spill_budget.json, but no row has this name: {unknown}"
+    assert compiled.ONE_CALL_A_ROW or not unknown, f"in spill_budget.json, but no row has this name: {unknown}"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

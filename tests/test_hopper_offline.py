@@ -143,7 +143,9 @@ def _calls():
     for call in _chosen():
         for config in _configs(call):
             calls.setdefault((*call[:2], config), (call, config))
-    return list(calls.values())
+    # Those of a mask on the right have the most code
+    with_mask_first = sorted(calls.values(), key=lambda item: item[0][1] != "causal")
+    return compiled.of_this_run(with_mask_first, row=lambda item: (item[0][0], item[1].tile_m, item[1].tile_n))
 
 
 def _compile(call_and_config):
@@ -179,7 +181,7 @@ def reports():
 
 
 def test_every_configuration_compiles(reports):
-    assert len(reports) == len(list(_calls()))
+    assert len(reports) == len(_calls())
 
 
 def test_products_run_on_wgmma(reports):

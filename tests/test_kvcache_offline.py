@@ -77,7 +77,8 @@ def main(arch):
     from flashtile.bench import offline
     from flashtile.portable import decode
 
-    for name, device, config, problem, operands in calls(arch):
+    rows = compiled.of_this_run(calls(arch), row=lambda call: (call[2], call[3].cache_dtype))
+    for name, device, config, problem, operands in rows:
         with offline.launches(arch) as reports:
             decode.Call(problem, config, operands, device)(operands)
         for report in reports:
@@ -94,7 +95,8 @@ def prefills():
     from flashtile.kvcache_problem import CacheProblem
 
     device = hardware.by_name("H200")
-    for head_dim, page_size in ((64, 16), (128, 16), (128, 1), (192, 64), (256, 1)):
+    shapes = (128, 16), (128, 1), (64, 16), (192, 64), (256, 1)
+    for head_dim, page_size in compiled.of_this_run(shapes, row=lambda shape: shape[1]):
         problem = CacheProblem(
             batch=8, seqlen_q=512, capacity=4096, num_heads=32, num_heads_kv=8, head_dim=head_dim,
             head_dim_v=min(head_dim, 128) if head_dim == 192 else head_dim, page_size=page_size, dtype=torch.bfloat16,
