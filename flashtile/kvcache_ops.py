@@ -16,7 +16,7 @@ from flashtile import dispatch, hardware, settings
 from flashtile.calls import Calls, again, nobody_observes
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import resolved, unobserved
-from flashtile.problem import autocast, is_autocast
+from flashtile.problem import autocast, is_autocast, lse_dtype
 
 _TENSORS = ", ".join(f"Tensor? {name}" for name in CacheOperands._fields[3:])
 _OPTIONS = (
@@ -64,11 +64,7 @@ def _known_or_run(operands, options, asked):
 def _op(*arguments):
     operands, options = CacheOperands(*arguments[:_NUM_TENSORS]), CacheOptions(*arguments[_NUM_TENSORS:])
     out, lse = _known_or_run(operands, options, options)
-    return out, operands.q.new_empty(0, dtype=_lse_dtype(operands.q)) if lse is None else lse
-
-
-def _lse_dtype(q):
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, operands.q.new_empty(0, dtype=lse_dtype(operands.q.dtype)) if lse is None else lse
 
 
 def _fake(*arguments):
@@ -76,7 +72,7 @@ def _fake(*arguments):
     problem = CacheProblem.from_tensors(operands, options)
     q = operands.q
     out = q.new_empty((*q.shape[:-1], operands.v_cache.shape[-1]), dtype=problem.out_dtype)
-    return out, q.new_empty(problem.lse_shape if options.return_lse else (0,), dtype=_lse_dtype(q))
+    return out, q.new_empty(problem.lse_shape if options.return_lse else (0,), dtype=lse_dtype(q.dtype))
 
 
 for _name in ("flashtile::kvcache", "flashtile::kvcache_append"):

@@ -109,6 +109,7 @@ class CacheProblem(CallShape):
     # query i is rotated by its own position, else all by that of the first
     rotary_moves: bool = False
     window: tuple[int | None, int | None] = (None, None)
+    # None becomes head_dim ** -0.5
     softmax_scale: float | None = None
     softcap: float = 0.0
     num_splits: int = 0
@@ -207,12 +208,11 @@ class CacheProblem(CallShape):
 
     def as_packed(self) -> AttentionProblem:
         """The packed call that this is, of sequences with as many keys as they can have."""
-        total_q = self.total_q if self.varlen else self.batch * self.seqlen_q
         return AttentionProblem(
             batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.capacity, num_heads=self.num_heads,
             num_heads_kv=self.num_heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=self.dtype,
             window=self.window, softmax_scale=self.softmax_scale, softcap=self.softcap, has_alibi=self.has_alibi,
-            has_sinks=self.has_sinks, total_q=total_q, total_k=self.batch * self.capacity,
+            has_sinks=self.has_sinks, total_q=self.rows_q, total_k=self.batch * self.capacity,
         )  # fmt: skip
 
     @classmethod
@@ -226,10 +226,6 @@ class CacheProblem(CallShape):
             unaligned=problem.unaligned,
         )  # fmt: skip
 
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
-
     def flops(self, lengths) -> int:
         """Matmul FLOPs of the visible pairs. lengths: keys of each sequence, with the new ones."""
         pairs = sum(visible_pairs(self.seqlen_q, length, self.window) for length in lengths)
@@ -239,10 +235,9 @@ class CacheProblem(CallShape):
         """Bytes of a pass that reads q and each visible key and value once, and writes out once."""
         left = self.window[0]
         keys = sum(length if left is None else min(length, left + self.seqlen_q) for length in lengths)
-        rows_q = self.total_q if self.varlen else self.batch * self.seqlen_q
         kv = keys * self.num_heads_kv * (self.head_dim + self.head_dim_v) * self.cache_dtype.itemsize
         q_and_out = self.head_dim * self.dtype.itemsize + self.head_dim_v * self.out_dtype.itemsize
-        return kv + rows_q * self.num_heads * q_and_out
+        return kv + self.rows_q * self.num_heads * q_and_out
 
 
 def check_cache_arguments(operands, options):

@@ -18,6 +18,7 @@ from flashtile.problem import (
     check_arguments,
     has_same_lengths,
     is_autocast,
+    lse_dtype,
     values_readable,
 )
 
@@ -180,8 +181,7 @@ def _forward_fake(*arguments):
     operands, options = _split(arguments)
     problem = _problem(operands, options)
     q, v = operands.q, operands.v
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(problem.lse_shape, dtype=lse_dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))
 
 
 @torch.library.register_fake("flashtile::backward")

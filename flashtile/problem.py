@@ -49,10 +49,19 @@ def has_same_lengths(operands) -> bool:
     return same_starts and operands.seqused_q is None and operands.seqused_k is None
 
 
+def lse_dtype(dtype):
+    """Of a call's log-sum-exp."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class CallShape:
     """What follows from the fields of any described call."""
 
     __slots__ = ()
+
+    def __post_init__(self):
+        if self.softmax_scale is None:
+            object.__setattr__(self, "softmax_scale", self.head_dim**-0.5)
 
     @property
     def varlen(self) -> bool:
@@ -73,6 +82,15 @@ class CallShape:
         """Query heads that share a key-value head."""
         return self.num_heads // self.num_heads_kv
 
+    @property
+    def rows_q(self) -> int:
+        """Queries of all sequences together."""
+        return self.total_q if self.varlen else self.batch * self.seqlen_q
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem(CallShape):
@@ -91,6 +109,7 @@ class AttentionProblem(CallShape):
     head_dim_v: int
     dtype: torch.dtype
     window: tuple[int | None, int | None] = (None, None)
+    # None becomes head_dim ** -0.5
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -177,10 +196,6 @@ class AttentionProblem(CallShape):
         return 1 / (1 - self.dropout_threshold / 2**DROPOUT_BITS)
 
     @property
-    def lse_shape(self) -> tuple[int, ...]:
-        return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
-
-    @property
     def mean_queries(self) -> int:
         """Of a sequence, and one at least."""
         return max(1, -(-self.total_q // max(self.batch, 1)) if self.varlen else self.seqlen_q)
@@ -219,13 +234,12 @@ class AttentionProblem(CallShape):
 
     def bytes_moved(self, mode="fwd") -> int:
         """Bytes of a pass that reads each input once and writes each output once."""
-        rows_q = self.total_q if self.varlen else self.batch * self.seqlen_q
         rows_k = self.total_k if self.varlen else self.batch * self.seqlen_k
         size = self.dtype.itemsize
-        q = rows_q * self.num_heads * self.head_dim * size
-        out = rows_q * self.num_heads * self.head_dim_v * size
+        q = self.rows_q * self.num_heads * self.head_dim * size
+        out = self.rows_q * self.num_heads * self.head_dim_v * size
         kv = rows_k * self.num_heads_kv * (self.head_dim + self.head_dim_v) * size
-        lse = rows_q * self.num_heads * 4
+        lse = self.rows_q * self.num_heads * 4
         forward = q + kv + out + lse
         # reads q k v out dout lse, writes dq dk dv
         backward = 2 * q + 2 * kv + 2 * out + lse

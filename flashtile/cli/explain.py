@@ -80,7 +80,7 @@ def _describe(case, device, compile_kernels, progress):
     num_bytes = problem.bytes_moved("fwd")
     yield from _work(f"{_giga(forward)} GFLOP forward, {_giga(backward)} backward", forward, num_bytes, problem, device)
     scores = problem.batch * problem.num_heads * problem.seqlen_q * problem.seqlen_k * problem.dtype.itemsize
-    rows = 4 * problem.num_heads * (problem.total_q or problem.batch * problem.seqlen_q)
+    rows = 4 * problem.num_heads * problem.rows_q
     padded = ", of sequences padded to the longest" if problem.varlen else ""
     extra = f"flashtile lse: {size(rows)}, and backward delta: {size(rows)}"
     yield f"  memory    naive keeps scores and p: {size(2 * scores)}{padded}; {extra}"

@@ -5,6 +5,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from flashtile.problem import lse_dtype
+
 DIRECTIONS = ("forward", "backward")
 
 
@@ -55,7 +57,7 @@ def _forward(problem, operands):
     """out, and an lse of nan: nobody asked for it."""
     # No view of what torch has made: users may write to it
     out = _sdpa(problem, *operands[:3]).contiguous().detach()
-    return out, out.new_full(problem.lse_shape, float("nan"), dtype=torch.promote_types(out.dtype, torch.float32))
+    return out, out.new_full(problem.lse_shape, float("nan"), dtype=lse_dtype(out.dtype))
 
 
 def _backward(problem, operands, out, lse, dout, dlse):

@@ -6,6 +6,7 @@ from flashtile import hardware, settings
 from flashtile.calls import Calls, again, nobody_observes
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
+from flashtile.problem import lse_dtype
 
 _TENSORS = (
     "Tensor q, Tensor kv_cache, Tensor? block_table, Tensor? cache_seqlens, Tensor? indices, Tensor? topk_length, "
@@ -67,8 +68,7 @@ def _decode(*arguments):
 def _decode_fake(*arguments):
     operands, problem = _describe(arguments)
     q = operands.q
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=lse_dtype).transpose(1, 2)
+    lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=lse_dtype(q.dtype)).transpose(1, 2)
     return q.new_empty((*q.shape[:-1], problem.head_dim_v)), lse
 
 

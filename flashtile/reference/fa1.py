@@ -16,7 +16,7 @@ from flashtile.reference import softmax
 from flashtile.reference.dropout import drop, keep_scale
 from flashtile.reference.lengths import sequences, tiles
 from flashtile.reference.masks import query_range
-from flashtile.reference.scores import logits, softmax_scale, through_softcap, wide_dtype
+from flashtile.reference.scores import logits, through_softcap, wide_dtype
 
 TILE_M = 64
 TILE_N = 64
@@ -92,7 +92,7 @@ def _backward_step(operands, seqs, rows, cols, out, state, dout, dq, dk, dv):
     keep = keep_scale(rows, cols, seqs, operands.rng_state, dtype)
     dp = drop(torch.einsum("bhgmd,bhnd->bhgmn", dout_tile, v_tile), keep)
     delta = (dout_tile * out_tile).sum(-1, keepdim=True)
-    ds = through_softcap(p * (dp - delta), scores, seqs.problem) * softmax_scale(seqs.problem)
+    ds = through_softcap(p * (dp - delta), scores, seqs.problem) * seqs.problem.softmax_scale
     dv[..., cols, :] += torch.einsum("bhgmn,bhgmd->bhnd", drop(p, keep), dout_tile)
     dk[..., cols, :] += torch.einsum("bhgmn,bhgmd->bhnd", ds, q_tile)
     dq[..., rows, :] += torch.einsum("bhgmn,bhnd->bhgmd", ds, k_tile)

@@ -17,7 +17,7 @@ from flashtile.reference import softmax
 from flashtile.reference.dropout import drop, keep_scale
 from flashtile.reference.lengths import sequences, tiles
 from flashtile.reference.masks import key_range, query_range
-from flashtile.reference.scores import distances, logits, softmax_scale, through_softcap, wide_dtype
+from flashtile.reference.scores import distances, logits, through_softcap, wide_dtype
 
 TILE_M = 128
 TILE_N = 128
@@ -138,7 +138,7 @@ def _p_and_dlogits(operands, seqs, rows, cols, dout, lse, delta):
 
 def _backward_tile(operands, seqs, cols, tile_m, dout, lse, delta, dq):
     """One tile of keys against all queries that see it; adds to dq, returns dk and dv of the tile."""
-    dtype, scale = lse.dtype, softmax_scale(seqs.problem)
+    dtype, scale = lse.dtype, seqs.problem.softmax_scale
     k_tile, v_tile = (seqs.of_k(x)[..., cols, :].to(dtype) for x in (operands.k, operands.v))
     dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
     for rows in tiles(query_range(cols, seqs), tile_m):

@@ -11,10 +11,6 @@ def wide_dtype(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def softmax_scale(problem) -> float:
-    return problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale
-
-
 def softcap(scores, limit):
     return limit * torch.tanh(scores / limit)
 
@@ -29,7 +25,7 @@ def logits(scores, rows: slice, cols: slice, seqs, alibi_slopes):
         alibi_slopes: as the caller gave them, or None.
     """
     problem = seqs.problem
-    scores = scores * softmax_scale(problem)
+    scores = scores * problem.softmax_scale
     if problem.softcap:
         scores = softcap(scores, problem.softcap)
     if alibi_slopes is not None:
@@ -50,5 +46,5 @@ def through_softcap(dscores, scores, problem):
     """Gradient of scale * q kᵀ from that of the logits; the caller multiplies by the scale. scores: raw q kᵀ."""
     if not problem.softcap:
         return dscores
-    tanh = torch.tanh(scores * (softmax_scale(problem) / problem.softcap))
+    tanh = torch.tanh(scores * (problem.softmax_scale / problem.softcap))
     return dscores * (1 - tanh * tanh)
