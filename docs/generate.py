@@ -1,17 +1,20 @@
-"""Write the tables and plots of the docs from the recorded runs; nobody types them.
+"""Write the tables and plots of the docs from the recorded runs, and the public names from their docstrings; nobody types them.
 
     python docs/generate.py          rewrite what stands between the markers <!-- results:NAME:begin --> and :end
     python docs/generate.py --check  exit 1 if that would change anything
 
-A marker's table is made by the function of its name in TABLES, from records under benchmarks/results/. A record that is not
-there yet gives a line that says so. Plots are SVG files that carry a stamp of their record and of this file.
+A marker's text is made by the function of its name in TABLES, from records under benchmarks/results/. Plots are SVG files that
+carry a stamp of their record and of this file.
 """
 
 import hashlib
+import inspect
 import json
 import re
 import sys
-from functools import wraps
+import textwrap
+from functools import partial, wraps
+from importlib import import_module
 from math import exp, log
 from pathlib import Path
 from statistics import median
@@ -451,7 +454,40 @@ def forward_plot() -> str:
             f"batch x seqlen = 16384, 16 heads. {provenance(load(PAPER), PAPER)}")  # fmt: skip
 
 
+# --- public names -------------------------------------------------------------------------------------------------------
+
+
+def names_of(module) -> str:
+    """The public functions and classes of a module: a heading each, then signature and docstring as the source has them."""
+    found = import_module(module)
+    values = [getattr(found, name) for name in found.__all__]
+    entries = [_entry(module, value) for value in values if inspect.isclass(value) or inspect.isfunction(value)]
+    return "\n\n".join([textwrap.indent(found.__doc__.strip(), "    "), *entries])
+
+
+def _entry(module, value) -> str:
+    name = value.__name__
+    is_class = inspect.isclass(value)
+    head = name if is_class and issubclass(value, Exception) else f"{name}{_signature(value, is_class)}"
+    return f"### {module}.{name}\n\n" + textwrap.indent(f"{head}\n\n{inspect.getdoc(value)}", "    ")
+
+
+def _signature(value, is_class) -> str:
+    signature = inspect.signature(value)
+    text = str(signature.replace(return_annotation=signature.empty) if is_class else signature)
+    for parameter in signature.parameters.values():
+        # So that a line ends between two of them
+        text = text.replace(str(parameter), str(parameter).replace(" ", "\0"))
+    text = textwrap.fill(text, 112, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    text = re.sub(r"\b(torch|flashtile(\.\w+)+)\.(?=[A-Z])", "", text.replace("\0", " "))
+    return re.sub(r"<function .*? at .*?>", "...", text)
+
+
+API = ("flashtile", "flashtile.mla", "flashtile.compat", "flashtile.compat.flash_attn_interface", "flashtile.compat.flash_mla",
+       "flashtile.integrations.transformers", "flashtile.integrations.sdpa", "flashtile.bench")  # fmt: skip
+
 TABLES = {
+    **{f"api-{module.replace('.', '-')}": partial(names_of, module) for module in API},
     "roofline": roofline,
     "forward-plot": forward_plot,
     "rungs": rungs,

@@ -1,13 +1,25 @@
-"""The public functions: signature, docstring, and one call to the op. Read problem.py next, then dispatch.py."""
+"""The public functions: signature, docstring, and one call to the op. Read problem.py next, then dispatch.py.
+
+Results are annotated as Any: a tensor, or a tuple of tensors with return_lse.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from flashtile import kvcache_ops, ops
 from flashtile.problem import Operands
 
+# (left, right) keys beside the diagonal; None is unbounded
+Window = tuple[int | None, int | None]
+
 
 def attention(
-    q, k, v, *, causal=False, window=(None, None), softmax_scale=None, softcap=0.0, alibi_slopes=None, sinks=None,
-    dropout_p=0.0, deterministic=False, return_lse=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window = (None, None),
+    softmax_scale: float | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """Exact attention softmax(softmax_scale * q kᵀ + mask) v, without storing the scores.
 
     Differentiable in q, k, v, alibi_slopes and sinks.
@@ -31,9 +43,9 @@ def attention(
         dropout_p: probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2**-15; kept weights are
             divided by 1 - dropout_p. The mask comes from torch's default generator of q's device.
         deterministic: the same bits in every backward pass. The portable and CPU tiers always give them; the Hopper tier then
-            sums in a fixed order (its time: benchmarks/results/nvidia-h200/deterministic.json). Else dq, and dk and dv where
-            query heads share keys, may differ there in their last bits, but in calls where that order takes less time
-            (`flashtile explain` says so).
+            sums in a fixed order (its time: benchmarks/results/nvidia-h200/deterministic.json). Without it, dq on Hopper, and
+            dk and dv where query heads share keys, may differ in their last bits from run to run, except in calls where the
+            fixed order is the faster one (`flashtile explain` says so).
         return_lse: also return the log-sum-exp of each row; gradients flow through it.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32
@@ -50,10 +62,11 @@ def attention(
 
 
 def attention_varlen(
-    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, causal=False,
-    window=(None, None), softmax_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, dropout_p=0.0,
-    deterministic=False, return_lse=False,
-):  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, causal: bool = False, window: Window = (None, None),
+    softmax_scale: float | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """`attention` on sequences of different lengths packed one after the other, without padding.
 
     Args:
@@ -69,8 +82,8 @@ def attention_varlen(
         seqused_k: (batch,), int32; the same for keys.
         The rest as in `attention`, per sequence.
     Returns:
-        out (total_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (num_heads, total_q), fp32. Rows that belong
-        to no sequence, or lie past seqused_q, have out 0, lse -inf and gradients 0.
+        out (total_q, num_heads, head_dim_v), q.dtype; with return_lse also lse (num_heads, total_q), fp32 (fp64 for fp64).
+        Rows that belong to no sequence, or lie past seqused_q, have out 0, lse -inf and gradients 0.
     Raises:
         As `attention`. The values of index tensors are checked where that needs no wait for the device (CPU tensors), and
         everywhere with FLASHTILE_DEBUG=1.
@@ -82,11 +95,15 @@ def attention_varlen(
 
 
 def attention_with_kvcache(
-    q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, block_table=None, cache_batch_idx=None, cache_leftpad=None,
-    cu_seqlens_q=None, max_seqlen_q=None, cu_seqlens_k_new=None, rotary_cos=None, rotary_sin=None, rotary_seqlens=None,
-    rotary_interleaved=True, q_descale=None, k_descale=None, v_descale=None, causal=False, window=(None, None),
-    softmax_scale=None, softcap=0.0, alibi_slopes=None, sinks=None, num_splits=0, return_lse=False,
-):  # fmt: skip
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, k: Tensor | None = None, v: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None, block_table: Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
+    cu_seqlens_k_new: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None, rotary_interleaved: bool = True, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, causal: bool = False, window: Window = (None, None),
+    softmax_scale: float | None = None, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, num_splits: int = 0, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """Attention of new queries over a key-value cache, which first gets their keys and values in place. No gradients.
 
     Lengths and block tables stay on the device: no call waits for it, and a CUDA graph reads them anew at each replay.
@@ -144,15 +161,17 @@ def attention_with_kvcache(
     )  # fmt: skip
 
 
-def combine(out_partial, lse_partial, *, out_dtype=None):
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Merge attention over parts of the keys into attention over all of them.
 
     Args:
-        out_partial: (splits, batch, seqlen_q, num_heads, head_dim_v), fp32, fp16 or bf16, last dim contiguous: each part's
-            own output, divided by its own sum.
+        out_partial: (splits, batch, seqlen_q, num_heads, head_dim_v), fp32, fp16 or bf16, last dim contiguous, head_dim_v 1
+            to 512: each part's own output, divided by its own sum.
         lse_partial: (splits, batch, num_heads, seqlen_q), fp32, natural log. -inf where a part sees no key: its output is
             not read into the result and may be anything.
-        out_dtype: of out; default that of out_partial.
+        out_dtype: of out, fp16, bf16, fp32 or fp64; default that of out_partial.
     Returns:
         out (batch, seqlen_q, num_heads, head_dim_v); lse (batch, num_heads, seqlen_q), fp32. Where all parts are empty out is
         0 and lse -inf. No gradients.

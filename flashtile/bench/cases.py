@@ -299,7 +299,7 @@ def _window_text(window) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a user can give, as text in the grammar above; None is not given. Each list multiplies the number of cases.
+    """What a user can give, as text in the grammar of the module; None is not given. Each list multiplies the number of cases.
 
     total_tokens sets batch = total_tokens / seqlen; hidden sets nheads = hidden / headdim. causal is "no", "yes" or "both".
     """

@@ -15,6 +15,8 @@ from pkgutil import extend_path
 from flashtile import lazy
 from flashtile.errors import UnsupportedError, explain
 
+__all__ = ["flash_attn", "flash_attn_interface", "flash_mla", "install", "uninstall"]
+
 # What a program imports, and which modules answer
 INSTALLED = {
     "flash_attn": ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary"),
@@ -25,7 +27,7 @@ INSTALLED = {
 __getattr__ = lazy.modules(__name__, "flash_attn", "flash_attn_interface", "flash_mla")
 
 
-def install(names=tuple(INSTALLED)):
+def install(names: str | tuple[str, ...] = tuple(INSTALLED)) -> None:
     """Let `import flash_attn` and `import flash_attn_interface` in this process find flashtile's.
 
     Call it before the program imports them. Programs that ask which distribution is installed (transformers does) still find
@@ -59,7 +61,7 @@ def answer_to(name):
         module.__path__ = extend_path(module.__path__, name)
 
 
-def uninstall():
+def uninstall() -> None:
     """Take the names away again; modules that imported them keep what they have."""
     for name, suffixes in INSTALLED.items():
         for suffix in suffixes:

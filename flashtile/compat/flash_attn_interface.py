@@ -47,6 +47,11 @@ from flashtile.errors import (
 )
 from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands, check_index, is_autocast, values_readable
 
+__all__ = [
+    "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]  # fmt: skip
+
 # What flashtile calls the arguments of flash_attn_with_kvcache
 CACHE_NAMES = {"block_table": "page_table"}
 LATENT = "Multi-head latent attention over a cache is in flashtile.compat.flash_mla."

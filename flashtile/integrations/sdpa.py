@@ -24,10 +24,12 @@ from flashtile import api, ops
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import Operands
 
+__all__ = ["disable", "enable"]
+
 NAME = "flashtile"
 
 
-def enable():
+def enable() -> None:
     """Let torch's flash operators on CUDA tensors run flashtile, in this process, until `disable`.
 
     Takes the place of another implementation that was active ("FA3", "FA4").
@@ -36,7 +38,7 @@ def enable():
     torch_attention.activate_flash_attention_impl(NAME)
 
 
-def disable():
+def disable() -> None:
     """Give torch its own operators back; nothing where flashtile is not active."""
     if torch_attention.current_flash_attention_impl() == NAME:
         torch_attention.restore_flash_attention_impl()

@@ -33,13 +33,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from flashtile import api
 from flashtile.errors import UnsupportedError, ValueRangeError, explain
 
+__all__ = ["register"]
+
 # Not "flashtile": transformers takes every name with "flash" in it for one of its own, and asks its hub for the kernel.
 NAME = "ftile"
 # Keyword arguments of models that change what attention computes
 _REFUSED = {"position_bias": "a bias of the scores", "indices": "a choice of keys", "block_indices": "a choice of blocks"}
 
 
-def register(name=NAME):
+def register(name: str = NAME) -> None:
     """Make attn_implementation=name known to transformers: the attention, and the mask that goes with it.
 
     Raises:

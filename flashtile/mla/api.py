@@ -1,8 +1,10 @@
 """The public functions of latent attention decode: signature, docstring, and one call to an op. Read problem.py next."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtile.calls import again
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
@@ -19,13 +21,16 @@ class Schedule:
     was made from, and to these shapes; a captured CUDA graph makes it anew at each replay if it was made inside.
     """
 
-    table: torch.Tensor
+    table: Tensor
     num_sequences: int
     num_rows: int
     num_heads_kv: int
 
 
-def make_schedule(cache_seqlens=None, *, num_heads, seqlen_q=1, num_heads_kv=1, indices=None, topk_length=None):
+def make_schedule(
+    cache_seqlens: Tensor | None = None, *, num_heads: int, seqlen_q: int = 1, num_heads_kv: int = 1,
+    indices: Tensor | None = None, topk_length: Tensor | None = None,
+) -> Schedule:  # fmt: skip
     """Cut the work of a decode step into even parts, on the device: one small launch, no wait.
 
     Args:
@@ -72,9 +77,11 @@ def make_schedule(cache_seqlens=None, *, num_heads, seqlen_q=1, num_heads_kv=1, 
 
 
 def mla_decode(
-    q, kv_cache, *, block_table=None, cache_seqlens=None, indices=None, topk_length=None, head_dim_v=HEAD_DIM_V,
-    softmax_scale=None, causal=False, sinks=None, return_lse=False, schedule=None,
-):  # fmt: skip
+    q: Tensor, kv_cache: Tensor, *, block_table: Tensor | None = None, cache_seqlens: Tensor | None = None,
+    indices: Tensor | None = None, topk_length: Tensor | None = None, head_dim_v: int = HEAD_DIM_V,
+    softmax_scale: float | None = None, causal: bool = False, sinks: Tensor | None = None, return_lse: bool = False,
+    schedule: Schedule | None = None,
+) -> Any:  # fmt: skip
     """Attention of a few query tokens over a latent cache that all query heads share, in its absorbed form.
 
     Keys are the 576 (or 512) numbers that the cache holds a token, values their first 512. See flashtile/reference/mla.py for
@@ -102,8 +109,8 @@ def mla_decode(
         return_lse: also return the log-sum-exp of each row.
         schedule: of `make_schedule`, to share it between layers; default: made in this call.
     Returns:
-        out (batch, seqlen_q, num_heads, 512), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32, natural
-        log, sinks included, strided. A row with no visible key gives out 0 and lse -inf (or its sink).
+        out (batch, seqlen_q, num_heads, 512), q.dtype; with return_lse also lse (batch, num_heads, seqlen_q), fp32 (fp64 for
+        fp64), natural log, sinks included, strided. A row with no visible key gives out 0 and lse -inf (or its sink).
     Raises:
         ShapeError, DtypeError, DeviceError, ValueRangeError: which argument, what was expected, what came. The values of
             index tensors are checked for CPU tensors, and everywhere with FLASHTILE_DEBUG=1.

@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST_SCALE = 1e-4
 
 
-def pack_fp8(kv_cache):
+def pack_fp8(kv_cache: torch.Tensor) -> torch.Tensor:
     """Pack a latent cache into the fp8 layout.
 
     Args:
@@ -52,7 +52,7 @@ def split_fp8(kv_cache):
             raw[..., ROPE_BYTE:].view(torch.bfloat16))  # fmt: skip
 
 
-def unpack_fp8(kv_cache, dtype=torch.bfloat16):
+def unpack_fp8(kv_cache: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The numbers of a packed cache.
 
     Args:
