@@ -53,7 +53,8 @@ _A100 = "NVIDIA A100 80GB SXM datasheet"
 _A6000 = "NVIDIA RTX A6000 datasheet; dense half of the sparse figure"
 _ADA = "NVIDIA Ada architecture whitepaper; fp32 accumulation"
 _H100 = "NVIDIA H100 SXM datasheet, dense"
-_H200 = "NVIDIA H200 SXM datasheet, dense; measured: 8192 cubed bf16 product and device copy"
+# Sold as 141 GB; torch reports 139.8 GiB (every record, for example paper.json)
+_H200 = "NVIDIA H200 SXM datasheet, dense; measured: memory, 8192 cubed bf16 product and device copy"
 DEVICES = {
     device.name: device
     for device in (
@@ -62,7 +63,7 @@ DEVICES = {
         Device("RTX 4090", "sm_89", 128, 99 * KIB, 72 * MIB, 24 * GIB, _half(165.2, 82.6), 1.008e12, source=_ADA),
         Device("L20", "sm_89", 92, 99 * KIB, 96 * MIB, 48 * GIB, _half(119.5, 59.8), 0.864e12, source="NVIDIA L20 datasheet"),
         Device("H100", "sm_90", 132, 227 * KIB, 50 * MIB, 80 * GIB, _half(989.4, 66.9), 3.35e12, source=_H100),
-        Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, 141 * GB, _half(989.4, 66.9), 4.8e12, 778.0, 4.27e12, _H200),
+        Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, int(139.8 * GIB), _half(989.4, 66.9), 4.8e12, 778.0, 4.27e12, _H200),
         Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * GB, _half(2250, 75), 8e12, source=_B200),
     )
 }

@@ -466,6 +466,15 @@ def test_deterministic_backend(monkeypatch):
     assert "without an option" in peers.BACKENDS["flashtile-deterministic"].refusal(SMALL, "decode", "cpu")
 
 
+@pytest.mark.parametrize("name", ["reference-fa1", "reference-fa2"])
+def test_references_are_backends(name):
+    """Forward and backward, with grouped heads and a window; packed sequences are refused."""
+    case = dataclasses.replace(SMALL, num_heads_kv=1, window=(30, 0), softcap=20.0)
+    report = bench.compare([case], [name], device="cpu", settings=QUICK)
+    assert [(r.mode, r.status) for r in report.results] == [("fwd", "ok"), ("bwd", "ok")]
+    assert "packed" in peers.BACKENDS[name].refusal(dataclasses.replace(SMALL, varlen=True), "fwd", "cpu")
+
+
 def test_peers_get_views_and_give_the_layout_of_flashtile():
     inputs = make_inputs(SMALL, "cpu")
     seen = []

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.bench import engine, profilers, record, regress, scaling, telemetry
+from flashtile.bench import engine, peers, profilers, record, regress, scaling, telemetry
 from flashtile.bench.cases import BenchCase, Shape, UsageError, build_cases
+from flashtile.cli import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["-b", "1", "-s", "64", "--nheads", "2", "-d", "16", "--device", "cpu", "--no-progress"]
@@ -51,6 +52,20 @@ def test_presets_of_the_other_seeds():
     assert (decode.seqlen_q, decode.seqlen_k, decode.num_heads, decode.num_heads_kv) == (1, 8192, 32, 8)
     (deepseek,) = build_cases("deepseek-v3-prefill")
     assert (deepseek.head_dim, deepseek.head_dim_v) == (192, 128)
+
+
+def test_presets_are_described_as_their_cases(capsys):
+    """Queries that are not as many as keys, and values of another head dim."""
+    assert cli.main(["presets"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    for name in ("llama3-8b-decode", "deepseek-v3-prefill", "gpt2-small"):
+        (case,) = build_cases(name)
+        assert case.label().removesuffix(" bf16") in lines[name]
+
+
+def test_help_names_all_backends():
+    names = compare.BACKENDS_HELP.removeprefix("Some of ").partition(". ")[0]
+    assert names.split(", ") == list(peers.BACKENDS)
 
 
 def test_a_users_file_adds_presets(capsys):
@@ -158,9 +173,9 @@ def test_memory_formulas_need_no_gpu(capsys):
     shape = ["-b", "2", "--nheads", "16", "-d", "128", "-s", "1k,64k", "--no-progress"]
     assert cli.main(["memory", *shape, "--target", "H200", "--json", "m.json"]) == 0
     out = capsys.readouterr().out
-    assert "(144)" in out and "(8.12)" in out and "17.7x" in out and "flash only" in out and "naive 33,024" in out
+    assert "(144)" in out and "(8.12)" in out and "17.7x" in out and "flash only" in out and "naive 34,048" in out
     document = record.load("m.json")
-    assert document["memory"][1]["largest_seqlen"] == 4286208
+    assert document["memory"][1]["largest_seqlen"] == 4563136
     jsonschema.Draft202012Validator(record.schema()).validate(document)
     assert cli.main(["memory", *shape, "--target", "V9000"]) == 2
 

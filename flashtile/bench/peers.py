@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_HAS_NOT, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, UnsupportedError
+from flashtile.problem import Operands
 
 
 class Unavailable(FlashtileError):
@@ -301,6 +302,32 @@ def _load_naive(device):
         return torch.cat(outs, 1).squeeze(0)
 
     return attend
+
+
+# --- FlashAttention-1 and -2 in PyTorch --------------------------------------------------------------------------------
+
+
+def _reference_loader(name):
+    def load(device):
+        reference = import_module(f"flashtile.reference.{name}")
+
+        class Tiled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v, problem):
+                # rows: lse; of FlashAttention-1 maxima and sums, and its out is in fp32
+                ctx.problem, (ctx.out, ctx.rows) = problem, reference.forward(Operands(q, k, v), problem)
+                ctx.save_for_backward(q, k, v)
+                return ctx.out.to(q.dtype, copy=True)
+
+            @staticmethod
+            def backward(ctx, dout):
+                operands = Operands(*ctx.saved_tensors)
+                gradients = reference.backward(operands, ctx.problem, ctx.out, ctx.rows, dout)[:3]
+                return (*(gradient.to(dout.dtype) for gradient in gradients), None)
+
+        return lambda q, k, v, case: Tiled.apply(q, k, v, case.problem())
+
+    return load
 
 
 # --- scaled_dot_product_attention --------------------------------------------------------------------------------------
@@ -635,6 +662,8 @@ BACKENDS = {
                 varlen=True, dropout=True, alibi=True, package="flashtile"),
         Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
                 alibi=True, latent=True),
+        Backend("reference-fa1", "FlashAttention-1 in PyTorch, tile by tile", _reference_loader("fa1"), _never),
+        Backend("reference-fa2", "FlashAttention-2 in PyTorch, tile by tile", _reference_loader("fa2"), _never),
         Backend("sdpa", "F.scaled_dot_product_attention, torch's choice", _sdpa_loader(None), _sdpa_refuses, dropout=True),
         Backend("sdpa-flash", "SDPA's FlashAttention-2", _sdpa_loader("FLASH_ATTENTION"), _sdpa_refuses, dropout=True),
         Backend("sdpa-cudnn", "SDPA's cuDNN", _sdpa_loader("CUDNN_ATTENTION"), _sdpa_refuses, dropout=True),

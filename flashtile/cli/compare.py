@@ -18,9 +18,9 @@ from flashtile.cli.common import (
 )
 
 MAX_TABLES = 4
-BACKENDS_HELP = ("Some of flashtile, flashtile-deterministic, naive, sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math, "
-                 "torch-varlen, flash_attn, fa3, fa3-splits, fa3-kvcache, fa4, flex, xformers, flashinfer, flash_mla. What "
-                 "can't run is a row with the reason.")  # fmt: skip
+BACKENDS_HELP = ("Some of flashtile, flashtile-deterministic, naive, reference-fa1, reference-fa2, sdpa, sdpa-flash, "
+                 "sdpa-cudnn, sdpa-efficient, sdpa-math, torch-varlen, flash_attn, fa3, fa3-splits, fa3-kvcache, fa4, flex, "
+                 "xformers, flashinfer, flash_mla. What can't run is a row with the reason.")  # fmt: skip
 
 
 def add(app) -> None:

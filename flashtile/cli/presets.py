@@ -27,12 +27,14 @@ def presets() -> int:
 
 
 def _describe(cases) -> str:
-    """`b8 s1024 h12 d64 causal`, or what a set spans: `b1..32 s512..16384 h8..32 d64..256 causal and not`."""
+    """The label of a case, `b8 s1024 h12 d64 causal`, or what a set spans: `b1..32 s512..16384 d64..256 causal and not`."""
 
     def span(values):
         values = sorted(set(values))
         return str(values[0]) if len(values) == 1 else f"{values[0]}..{values[-1]}"
 
+    if len(cases) == 1:
+        return cases[0].label().removesuffix(f" {cases[0].dtype}")
     heads = span(case.num_heads for case in cases)
     if any(case.num_heads_kv != case.num_heads for case in cases):
         heads += f"/{span(case.num_heads_kv for case in cases)}"

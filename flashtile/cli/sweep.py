@@ -24,7 +24,7 @@ def sweep(
     threshold: Annotated[str, typer.Option("--threshold", help="Smaller differences are SAME.")] = "2%",
     out: Annotated[str, typer.Option("--out", help="Writes OUT.jsonl while it runs, and OUT.csv and OUT.md.")] = "sweep",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with OUT.jsonl where an earlier sweep stopped.")] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Also OUT-*.png and .svg; needs flashtile[report].")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Also OUT-*.png and .svg; needs matplotlib.")] = False,
 ) -> int:
     """Compare backends over a grid of shapes; resumable, with JSON lines, CSV, Markdown and plots."""
     from flashtile.bench.cases import DECODE, UsageError, only
