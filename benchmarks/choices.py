@@ -22,12 +22,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from decode import medians  # noqa: E402
+from decode import medians
 
-from flashtile import dispatch, hardware, tiles  # noqa: E402
-from flashtile.bench import cases, peers, record  # noqa: E402
-from flashtile.hopper import backward_config  # noqa: E402
-from flashtile.problem import Operands  # noqa: E402
+from flashtile import dispatch, hardware, tiles
+from flashtile.bench import cases, peers, record
+from flashtile.hopper import backward_config
+from flashtile.problem import Operands
 
 
 def name_of(config) -> str:

@@ -23,9 +23,9 @@ from triton.testing import do_bench
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flashtile import attention_with_kvcache  # noqa: E402
-from flashtile.bench import measure, peers, record  # noqa: E402
-from flashtile.bench.cases import BenchCase  # noqa: E402
+from flashtile import attention_with_kvcache
+from flashtile.bench import measure, peers, record
+from flashtile.bench.cases import BenchCase
 
 DIM = 128
 # batch, cache length, query heads, key-value heads, page sizes beside the cache without pages; head dim

@@ -22,10 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flashtile import attention_with_kvcache  # noqa: E402
-from flashtile.bench import peers, record  # noqa: E402
-from flashtile.bench.cases import BenchCase, make_inputs  # noqa: E402
-from flashtile.device.launch import Launches  # noqa: E402
+from flashtile import attention_with_kvcache
+from flashtile.bench import peers, record
+from flashtile.bench.cases import BenchCase, make_inputs
+from flashtile.device.launch import Launches
 
 ROUNDS, CALLS, WARM_UP = 9, 300, 30
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4", "flash_attn")

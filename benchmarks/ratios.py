@@ -18,9 +18,9 @@ from decode import medians, parsed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from flashtile import attention, attention_varlen  # noqa: E402
-from flashtile.bench import peers, record  # noqa: E402
-from flashtile.bench.cases import BenchCase, make_inputs  # noqa: E402
+from flashtile import attention, attention_varlen
+from flashtile.bench import peers, record
+from flashtile.bench.cases import BenchCase, make_inputs
 
 LONG = BenchCase(1, 16384, 16384, 16, 16, 128, 128, True)
 BATCH = BenchCase(2, 8192, 8192, 16, 16, 128, 128, True)

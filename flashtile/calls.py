@@ -16,7 +16,7 @@ except ImportError:
     TensorGuards = None
 
 _num_dispatch_modes, _innermost_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-# At calls with equal options, and at those of one kind
+# Kept for one set of options, and for one kind of call
 MAX_GLANCES = 4
 
 
@@ -29,10 +29,11 @@ def kind(tensors, more) -> tuple:
 
 
 class Glance:
-    """Whether tensors are of the kind of those it was made of, and all aligned to 16 bytes: one look of torch's at all.
+    """A fast test, one call of torch's C++ guards: whether tensors have the shapes, strides, dtypes and device of those it was
+    made from, and addresses that are multiples of 16 bytes.
 
-    It may say no to tensors of that kind: to two where it was made of one that stands in both places, for example. `possible`
-    tells where there is none.
+    It never says yes wrongly. It may say no to tensors of that kind: to two where it was made from one that stands in both
+    places, for example. `possible`: whether it can be made from tensors.
     """
 
     __slots__ = ("absent", "again", "none", "present", "same")

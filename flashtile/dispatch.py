@@ -49,7 +49,7 @@ class Plan:
         return getattr(self.module, f"bind_{direction}")(problem, self.configs)
 
     def first(self, direction, problem, function, operands, *tensors):
-        """Call the function of bind; if that takes over a second, and no such call was before, say what it compiles."""
+        """Run the function of `bind` for the first time; log what is being compiled where that takes over a second."""
         if self.ran or not operands.q.is_cuda:
             return function(operands, *tensors)
         dtype = str(problem.dtype).removeprefix("torch.")

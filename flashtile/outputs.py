@@ -20,7 +20,8 @@ _kept = {}
 
 
 def fresh(shape, dtype=None, zeros=False):
-    """The function of a tensor that gives another on its device: contiguous, of its dtype or `dtype`, uninitialised or zeros.
+    """A function f(like) that gives a new contiguous tensor on the device of `like`, of `dtype` or that of like, uninitialised
+    or zeros.
 
     A GPU is the current one, as for launches (`hardware.on_device_of`).
     """

@@ -32,7 +32,8 @@ class KeyTileConfig(TileConfig):
         return self.splits
 
 
-# Of keys, causal or not: with fewer, groups of query heads are split. Measured on an H100, see hopper/backward.py
+# Tiles of keys for each multiprocessor, causal or not: with fewer, groups of query heads are split. Measured on an H100, see
+# docs/kernels/hopper-backward.md
 TILES_A_PROGRAM = 1.9
 
 
@@ -348,12 +349,15 @@ def hopper_choices(problem, device) -> list[HopperConfig]:
 
 
 class _Cost(NamedTuple):
-    """us of a multiprocessor: for 128 queries by 128 keys; to begin and end a tile of queries; what that takes more under a
-    mask, and for a part of the keys."""
+    """Time on one multiprocessor, us."""
 
+    # of 128 queries by 128 keys
     tile: float
+    # to begin and end a tile of queries
     begin: float
+    # what that takes more under a mask
     masked: float = 0
+    # and where it has only a part of the keys
     part: float = 0
 
 
@@ -386,9 +390,22 @@ def most_keys(problem, config):
     return min(problem.seqlen_k, max(0, sum(problem.window) + config.queries))
 
 
-def _key_tiles(problem, config):
-    """Of the longest tiles of queries; the part of all that are as long; what the shortest has less; and the power of the way
-    there, 1 where lengths change evenly, less where most tiles are short, as in packed calls.
+class _KeyTiles(NamedTuple):
+    """Tiles of keys that the tiles of queries of a call see: how many, and how unlike they are."""
+
+    # of a longest one
+    longest: float
+    # the share of tiles of queries that are as long
+    alike: float
+    # by how many the shortest has less
+    less: float
+    # Behind those alike a tile at the place x, from 0 to 1, has less * x ** power less: 1 where lengths change evenly, below 1
+    # where most tiles are short, as in packed calls
+    power: float
+
+
+def _key_tiles(problem, config) -> _KeyTiles:
+    """An estimate of what tiles of queries see.
 
     Under a causal mask tiles see one key at least up to all of them, in a window they are alike but for those that begin with
     the sequence.
@@ -400,7 +417,7 @@ def _key_tiles(problem, config):
     # Queries that see nothing would leave less than none to others
     missing = min(max(0, keys - mean) / (1 - alike), 0.9 * keys) if alike < 1 else 0
     less = min(2 * missing, keys)
-    return keys / config.tile_n, alike, less / config.tile_n, less / missing - 1 if missing else 1
+    return _KeyTiles(keys / config.tile_n, alike, less / config.tile_n, less / missing - 1 if missing else 1)
 
 
 def _numbers_of_parts(problem, device, config):
@@ -413,7 +430,7 @@ def _numbers_of_parts(problem, device, config):
     if problem.dropout_p or not tiles:
         return range(1, 2)
     waves = _MOST_WAVES_OF_PARTS * programs_in_order(problem.deterministic, device.num_sms) // tiles
-    return range(1, 1 + max(1, min(_MOST_KEY_PARTS, waves, int(_key_tiles(problem, config)[0]))))
+    return range(1, 1 + max(1, min(_MOST_KEY_PARTS, waves, int(_key_tiles(problem, config).longest))))
 
 
 def _forward_us(problem, device, config) -> float:
@@ -622,7 +639,7 @@ def _whole_is_as_fast(problem, num_sms) -> bool:
     """Whether a program to a row tile ends about as early as equal shares of the whole cache, whose results must be merged.
 
     A program alone on its SM takes a tile of 64 keys in about a third of the time that it takes all together, two to an SM, to
-    read one each, and the merge as long as 4 of these: fitted to single runs on an H200, see portable/decode.py.
+    read one each, and the merge as long as 4 of these: fitted to single runs on an H200, see docs/kernels/decode.md.
     """
     row_tiles, key_tiles = problem.batch * problem.num_heads_kv, -(-problem.capacity // 64)
     share = -(-row_tiles * key_tiles // (2 * num_sms))
@@ -640,8 +657,8 @@ def _many_row_tiles(problem, num_sms) -> bool:
 
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
-_DECODE_SINGLE = "single runs on an H200, see portable/decode.py"
-_DECODE_BOTH = "single runs on an H100 and an H200, see portable/decode.py"
+_DECODE_SINGLE = "single runs on an H200, see docs/kernels/decode.md"
+_DECODE_BOTH = "single runs on an H100 and an H200, see docs/kernels/decode.md"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in 99 KiB of shared memory; not measured"
 # The first row that matches and fits is taken.
 DECODE = (

@@ -129,7 +129,9 @@ def test_recorded_runs_follow_the_schema(path):
 
 def test_recorded_regress_runs_saw_what_was_there():
     """SAME for one version twice; SLOWER for a copy that was slowed by 5% (and a launch gap)."""
-    for path in ROOT.glob("benchmarks/results/*/regress-*.json"):
+    paths = list(ROOT.glob("benchmarks/results/*/regress-*.json"))
+    assert {path.stem for path in paths} >= {"regress-slowed", "regress-same"}
+    for path in paths:
         rows = record.load(path)["regress"]["rows"]
         slowed = path.stem == "regress-slowed"
         assert {row["verdict"] for row in rows} == {"SLOWER" if slowed else "SAME"}

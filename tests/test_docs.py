@@ -67,7 +67,7 @@ def test_code_blocks_run(page, monkeypatch, tmp_path):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             # Blank lines before it, so that a traceback has the page's own line
-            exec(compile("\n" * (line - 1) + body, page, "exec"), namespace)  # noqa: S102
+            exec(compile("\n" * (line - 1) + body, page, "exec"), namespace)
         if next_info == "text":
             assert printed.getvalue().strip() == expected.strip(), f"{label(page)}:{line}"
 

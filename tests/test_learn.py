@@ -60,6 +60,19 @@ def test_every_level_has_exercises():
         ("causal", "stop = min(seqlen_k, int(rows[-1]) + shift + 1)", "stop = seqlen_k", "Skip the tiles"),
         ("dropout", "p.sum(1)", "(p * keep(cols)).sum(1)", "without dropout"),
         ("dropout", "row_sum * (1 - dropout_p)", "row_sum", "dropout_p 0.5"),
+        ("backward", "dp - delta[rows, None]", "dp", "64 queries, 64 keys, tiles of 32 x 48: dk[0, 0]"),
+        ("backward", "dv[cols] +=", "dv[cols] =", "dv["),
+        ("backward", "dq[rows] += scale *", "dq[rows] +=", "dq["),
+        ("backward", "col > row[:, None] + shift", "col > row[:, None]", "40 queries, 100 keys, causal"),
+        ("backward", "torch.where(lse == -torch.inf, torch.inf, lse)", "lse", "is nan"),
+        ("backward", "if causal else 0\n", "if False else 0\n", "Skip the tiles"),
+        ("backward", "    delta =", "    weights = q.new_zeros(seqlen_q, seqlen_k)\n    delta =", "never exist together"),
+        ("backward", "    delta =", "    tile_m = tile_n = 999\n    delta =", "never exist together"),
+        ("kernel", "row_sum * correction +", "row_sum +", "64 queries, 64 keys: lse[0]"),
+        ("kernel", 'tl.where(new_max == float("-inf"), 0.0, new_max)', "new_max", "40 keys, causal: lse[32] is nan"),
+        ("kernel", "tl.max(scores, 1) * scale_log2", "tl.minimum(20.0, tl.max(scores, 1) * scale_log2)", "scores of up to 300"),
+        ("kernel", "tl.exp2(row_max - pivot)", "tl.exponential(row_max - pivot)", "kernel.py, line 12: AttributeError"),
+        ("kernel", "@triton.jit\ndef update", "def update", "plain Python"),
         ("tile", '"tile_m": 128', '"tile_m": 256', "KiB of shared memory"),
         ("tile", '"num_warps": 8', '"num_warps": 2', "registers"),
         ("bound", "2 * batch * seqlen_k * heads_kv", "2 * batch * seqlen_k * heads", "bytes_moved"),
@@ -67,6 +80,12 @@ def test_every_level_has_exercises():
         ("combine", "lse_max + total.log()", "total.log()", "pieces of 10, 54, 32 and 0 keys: lse[0]"),
         ("combine", "torch.where(total == 0, 1.0, total)", "total", "without a visible key"),
         ("mla", "    return", '    torch.einsum("sr,hrd->hsd", c, w_k)\n    return', "Multiply the query"),
+        ("varlen", " + tile_m - 1", "", "tile (0, 0) (sequence, first row) is missing"),
+        ("varlen", "    if causal:", "    if not causal:", "stands before"),
+        ("varlen", "seqlen_k[sequences]", "seqlen_q[sequences]", "chunks of 40, 1 and 64 queries"),
+        ("varlen", ", descending=True", "", "which sees 3 keys, stands before (3, 0), which sees 9"),
+        ("varlen", "    keys = s", "    torch.ones(len(seqlen_q), int(num_tiles.max()))\n    keys = s", "padded grid"),
+        ("varlen", "torch.argsort(keys, descending=True)", "torch.zeros_like(keys)", "is missing"),
     ],
 )  # fmt: skip
 def test_a_check_sees_a_mistake_and_names_it(name, old, new, says, tmp_path):
@@ -97,7 +116,7 @@ def test_the_command_begins_checks_and_marks(tmp_path, capsys):
     assert cli.main(["learn", "combine", "--dir", folder]) == 0
     assert cli.main(["learn", "--dir", folder]) == 0
     out = capsys.readouterr().out
-    assert "1 of 9 done" in out and "beginner" in out
+    assert f"1 of {len(EXERCISES)} done" in out and "beginner" in out
     assert cli.main(["learn", "nothing", "--dir", folder]) == 2
     assert "softmax" in capsys.readouterr().err
 
@@ -107,7 +126,7 @@ def test_no_warning_where_numpy_is_not_installed(tmp_path):
     words = ["learn", "--dir", str(tmp_path)]
     code = f"import sys; sys.modules['numpy'] = None; from flashtile import cli; cli.main({words})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOLUTIONS.parents[1])
-    assert "1 of 9 done" in run.stdout and run.stderr == ""
+    assert f"1 of {len(EXERCISES)} done" in run.stdout and run.stderr == ""
 
 
 def test_begin_leaves_work_alone(tmp_path):

@@ -226,6 +226,21 @@ def test_missing_tensor_of_a_packed_call_is_named():
         flashtile.attention_varlen(None, k, k, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=4, max_seqlen_k=4)
 
 
+def test_a_device_that_no_tier_takes():
+    problem = AttentionProblem(1, 64, 64, 1, 1, 64, 64, torch.bfloat16)
+    with pytest.raises(flashtile.UnsupportedError) as error:
+        dispatch.plan(problem, hardware.Device("old", "sm_70", 80, 96 << 10))
+    assert all(tier in str(error.value) for tier in dispatch.TIERS)
+
+
+@pytest.mark.parametrize("device", hardware.DEVICES.values(), ids=lambda device: device.name)
+def test_a_problem_without_a_scale_has_that_of_a_call(device):
+    problem = AttentionProblem(2, 256, 256, 4, 4, 64, 64, torch.bfloat16)
+    assert problem.softmax_scale == 0.125
+    for direction in ("forward", "backward"):
+        assert dispatch.plan(problem, device, direction).tier in ("hopper", "portable")
+
+
 def test_plan_names_its_tier_and_the_refusals():
     problem = AttentionProblem(2, 16, 16, 4, 2, 16, 16, torch.float32, softmax_scale=1.0)
     plan = dispatch.plan(problem, hardware.CPU)

@@ -234,8 +234,10 @@ def sorted_sequences(problem, config) -> int:
 
 
 class _Step(NamedTuple):
-    """us of a step: where heads share no keys, and where they do; by what factor longer in a fixed order, causal and full. From
-    so many query heads on that programs are at, rows do not fit in L2: us more for each.
+    """Time of a step, a tile of queries by a tile of keys: us where heads share no keys, and where they share them.
+
+    fixed_own, fixed_shared: by what factor it is longer in a fixed order, causal and without a mask. crowded: us more for each
+    query head beyond `fitting` that programs are at, whose rows do not fit in L2 together.
 
     Of an H200, fitted to 82 calls, whose times are in tests/backward_times.json; of tiles of 32 queries one call was measured.
     """

@@ -1,6 +1,13 @@
 """What a completed exercise must do. A check takes the learner's module, raises Wrong, or returns what is worth telling."""
 
+import heapq
+import inspect
+import subprocess
+import sys
+import tempfile
 import time
+from collections import Counter
+from pathlib import Path
 
 import torch
 
@@ -9,8 +16,10 @@ from flashtile.learn.counters import count
 from flashtile.learn.exercises import Wrong
 from flashtile.problem import AttentionProblem
 
-# Everything is checked in float64: a difference is a mistake, not rounding.
+# Checked in float64: a difference is a mistake, not rounding.
 TOLERANCE = 1e-9
+# Of the exercise whose code is in fp32, with scores of up to 300
+TOLERANCE_FP32 = 1e-3
 
 
 def check_softmax(module):
@@ -56,9 +65,8 @@ def check_forward(module):
 def check_causal(module):
     for seqlen_q, seqlen_k in ((96, 96), (40, 100), (100, 40), (1, 70)):
         q, k, v = _inputs(seqlen_q, seqlen_k)
-        visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(seqlen_k - seqlen_q)
         what = f"{seqlen_q} queries, {seqlen_k} keys, causal"
-        _attention(*module.forward(q, k, v, 32, 32), q, k, v, what, visible)
+        _attention(*module.forward(q, k, v, 32, 32), q, k, v, what, _visible(seqlen_q, seqlen_k, True))
     q, k, v = _inputs(512, 512)
     counts, _ = count(module.forward, q, k, v, 32, 32)
     # all tiles up to the diagonal, and nothing else
@@ -92,6 +100,71 @@ def check_bug(module):
     if wrong:
         raise Wrong(f"wrong for {', '.join(wrong)}; right for the others of 128, 64, 100, 65, 1.")
     return None
+
+
+def check_backward(module):
+    for seqlen_q, seqlen_k, causal in ((64, 64, False), (100, 150, False), (70, 1, False), (96, 96, True), (40, 100, True),
+                                       (100, 40, True)):  # fmt: skip
+        q, k, v = _inputs(seqlen_q, seqlen_k)
+        visible = _visible(seqlen_q, seqlen_k, causal)
+        out, lse = _definition(q, k, v, visible)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        counts, grads = count(module.backward, q, k, v, out, lse, dout, causal, 32, 48)
+        what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * causal}, tiles of 32 x 48"
+        # dv first: it needs p alone
+        for name, grad, expected in reversed(list(zip(("dq", "dk", "dv"), grads, _gradients(q, k, v, dout, visible)))):
+            _same(name, grad, expected, what)
+        made, allowed = max(counts.largest, counts.allocated), max(q.numel(), k.numel(), 32 * 48)
+        if made > allowed:
+            raise Wrong(f"{what}: a tensor of {made} elements was made; tiles and operands have at most {allowed}. "
+                        "The weights of all keys must never exist together.")  # fmt: skip
+    q, k, v = _inputs(256, 256)
+    operands = (q, k, v, *_definition(q, k, v, _visible(256, 256, True)), torch.ones_like(q))
+    counts, _ = count(module.backward, *operands, True, 32, 32)
+    # the five products of each tile up to the diagonal; seven, where one walk makes dk and dv and another dq
+    product = 2 * 16 * 32 * 32 * (8 * 9 // 2)
+    if counts.flops > 7 * product:
+        raise Wrong(f"256 queries and keys in tiles of 32, causal: {counts.flops / 1e6:.1f} MFLOP were spent; five products of "
+                    f"each tile that some query sees cost {5 * product / 1e6:.1f}, seven {7 * product / 1e6:.1f}. Skip the "
+                    "tiles behind the diagonal.")  # fmt: skip
+    return f"{counts.flops / product:.3g} products of each tile, {counts.flops / product / 2:.3g} times those of forward"
+
+
+def check_kernel(module):
+    if not hasattr(module.update, "fn"):
+        raise Wrong("update is plain Python; a kernel can only call what has @triton.jit above it.")
+    if "raise NotImplementedError" in inspect.getsource(module.update.fn):
+        raise NotImplementedError
+    cases = []
+    for seqlen_q, seqlen_k, causal, larger in ((64, 64, False, 1), (100, 150, False, 1), (1, 65, False, 1), (96, 96, True, 1),
+                                               (40, 100, True, 1), (100, 40, True, 1), (40, 100, False, 16)):  # fmt: skip
+        q, k, v = (x.float() for x in _inputs(seqlen_q, seqlen_k))
+        what = f"{seqlen_q} queries, {seqlen_k} keys{', causal' * causal}{', scores of up to 300' * (larger > 1)}"
+        cases.append((what, (q * larger, k, v, causal)))
+    results = _run_kernel(module.__file__, [arguments for _, arguments in cases])
+    for (what, (q, k, v, causal)), (out, lse) in zip(cases, results):
+        q, k, v = q.double(), k.double(), v.double()
+        visible = _visible(len(q), len(k), causal)
+        _attention(out.double(), lse.double(), q, k, v, what, visible, TOLERANCE_FP32)
+    return "compiled, on this GPU" if torch.cuda.is_available() else "in Triton's interpreter: no GPU is here to compile for"
+
+
+def _run_kernel(exercise, cases):
+    # Triton looks at the variable while it is imported, and here it may be already.
+    variable = ["-u", "TRITON_INTERPRET"] if torch.cuda.is_available() else ["TRITON_INTERPRET=1"]
+    script = Path(__file__).with_name("run_kernel.py")
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("cases.pt", "results.pt")]
+        torch.save(cases, files[0])
+        command = ["env", *variable, sys.executable, "-P", script, exercise, *files]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode != 0:
+            raise Wrong(f"the process that runs the kernel failed: {(run.stderr.strip().splitlines() or ['no word'])[-1]}")
+        told = torch.load(files[1])
+    print(run.stdout, end="")
+    if "error" in told:
+        raise Wrong(f"{Path(exercise).name}, {told['error']}")
+    return told["results"]
 
 
 def check_tile(module):
@@ -206,6 +279,67 @@ def check_mla(module):
     return f"{counts.flops / 1e6:.2f} MFLOP; making all keys and values alone costs {4 * k.numel() * rank / 1e6:.2f} MFLOP"
 
 
+def check_varlen(module):
+    told = None
+    for name, lengths_q, lengths_k, tile_m in (
+        ("sequences of 3, 17, 0 and 9 tokens", (3, 17, 0, 9), (3, 17, 0, 9), 8),
+        ("chunks of 40, 1 and 64 queries on 100, 70 and 64 keys", (40, 1, 64), (100, 70, 64), 32),
+        ("100 queries on 40 keys, and 32 on 32", (100, 32), (40, 32), 32),
+        ("255 sequences of one token, one of 8192", (*[1] * 255, 8192), (*[1] * 255, 8192), 128),
+        ("prompts of 128, 512, 1024 and 4096 tokens", (128, 512, 1024, 4096), (128, 512, 1024, 4096), 128),
+    ):
+        for causal in (False, True):
+            what = f"{name}, tiles of {tile_m}{', causal' * causal}"
+            told = _schedule(module, what, lengths_q, lengths_k, tile_m, causal)
+    return told
+
+
+def _schedule(module, what, lengths_q, lengths_k, tile_m, causal):
+    """Check one list of tiles; returns what it saves."""
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
+    counts, (sequences, first_rows) = count(module.schedule, cu_q, cu_k, tile_m, causal)
+    _shape("first_rows", first_rows, sequences.shape, what)
+    listed = list(zip(sequences.tolist(), first_rows.tolist()))
+    keys = _keys_of_tiles(lengths_q, lengths_k, tile_m, causal)
+    twice = [tile for tile, times in Counter(listed).items() if times > 1]
+    wrong = {"is missing": keys.keys() - set(listed), "has no query": set(listed) - keys.keys(), "is listed twice": twice}
+    for words, which in wrong.items():
+        if which:
+            raise Wrong(f"{what}: tile {min(which)} (sequence, first row) {words}, {len(which)} such in all; {len(keys)} tiles "
+                        "have a query.")  # fmt: skip
+    for tile, after in zip(listed, listed[1:]):
+        if keys[tile] < keys[after]:
+            raise Wrong(f"{what}: tile {tile} (sequence, first row), which sees {keys[tile]} keys, stands before {after}, "
+                        f"which sees {keys[after]}.")  # fmt: skip
+    made, allowed = max(counts.largest, counts.allocated), 2 * (len(keys) + len(lengths_q))
+    if made > allowed:
+        raise Wrong(f"{what}: a tensor of {made} elements was made for {len(keys)} tiles of {len(lengths_q)} sequences; "
+                    f"expected at most {allowed}. A padded grid is what this list replaces.")  # fmt: skip
+    grid = len(lengths_q) * -(-max(lengths_q) // tile_m)
+    share = _last_end([keys[tile] for tile in listed]) / _last_end(keys.values())
+    return (f"{what}: {len(keys)} tiles, where a padded grid has {grid}; 16 multiprocessors take {share:.0%} of the time of "
+            "the same tiles in the order of the sequences")  # fmt: skip
+
+
+def _keys_of_tiles(lengths_q, lengths_k, tile_m, causal):
+    """{(sequence, first row): keys that the tile sees} of all tiles with a query, in the order of the sequences."""
+    keys = {}
+    for sequence, (seqlen_q, seqlen_k) in enumerate(zip(lengths_q, lengths_k)):
+        for row in range(0, seqlen_q, tile_m):
+            # from the tile's last query: those that only later ones see
+            hidden = max(0, seqlen_q - row - tile_m) if causal else 0
+            keys[sequence, row] = max(0, seqlen_k - hidden)
+    return keys
+
+
+def _last_end(times, workers=16):
+    """When all is done, if each worker takes the next time as soon as it is free."""
+    free = [0] * workers
+    for duration in times:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
@@ -225,15 +359,30 @@ def _definition(q, k, v, visible=None):
     return torch.softmax(scores, 1).nan_to_num(0.0) @ v, torch.logsumexp(scores, 1)
 
 
+def _visible(seqlen_q, seqlen_k, causal):
+    """(queries, keys), True where a query sees a key; bottom-right."""
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    return visible.tril(seqlen_k - seqlen_q) if causal else visible
+
+
+def _gradients(q, k, v, dout, visible):
+    """dq, dk, dv by autograd through the definition."""
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    # Rows without a key have no gradient; the softmax's own would be nan.
+    some = visible.any(1)
+    scores = (q[some] @ k.T * q.shape[1] ** -0.5).masked_fill(~visible[some], -torch.inf)
+    return torch.autograd.grad(torch.softmax(scores, 1) @ v, (q, k, v), dout[some])
+
+
 def _problem(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, causal):
     window = (None, 0) if causal else (None, None)
     return AttentionProblem(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim, torch.bfloat16, window)
 
 
-def _attention(out, lse, q, k, v, what, visible=None):
+def _attention(out, lse, q, k, v, what, visible=None, tolerance=TOLERANCE):
     expected_out, expected_lse = _definition(q, k, v, visible)
-    _same("lse", lse, expected_lse, what)
-    _same("out", out, expected_out, what)
+    _same("lse", lse, expected_lse, what, tolerance=tolerance)
+    _same("out", out, expected_out, what, tolerance=tolerance)
 
 
 def _shape(name, x, shape, what):
@@ -241,16 +390,16 @@ def _shape(name, x, shape, what):
         raise Wrong(f"{what}: {name} has shape {tuple(x.shape)}; expected {tuple(shape)}.")
 
 
-def _close(x, expected):
+def _close(x, expected, tolerance=TOLERANCE):
     # -inf must stand at the same places
-    return torch.allclose(x, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    return torch.allclose(x, expected, rtol=tolerance, atol=tolerance)
 
 
-def _same(name, x, expected, what, row_names=None):
+def _same(name, x, expected, what, row_names=None, tolerance=TOLERANCE):
     _shape(name, x, expected.shape, what)
-    if _close(x, expected):
+    if _close(x, expected, tolerance):
         return
-    wrong = ~torch.isclose(x, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    wrong = ~torch.isclose(x, expected, rtol=tolerance, atol=tolerance)
     index = tuple(int(i) for i in wrong.nonzero()[0])
     row = f" ({row_names[index[0]]})" if row_names else ""
     raise Wrong(f"{what}: {name}{list(index)}{row} is {x[index]:.6g}; expected {expected[index]:.6g}. "

@@ -26,7 +26,7 @@ OVERWRITES = {"copy_", "fill_", "zero_"}
 class Counts(NamedTuple):
     """flops: of matrix products, a multiply-add is 2. exps, pointwise: elements of results. read, written: bytes of memory.
 
-    largest: elements of the largest tensor that was made.
+    largest: elements of the largest tensor that was computed. allocated: of the largest made out of nothing, as by zeros.
     """
 
     flops: int
@@ -35,6 +35,7 @@ class Counts(NamedTuple):
     read: int
     written: int
     largest: int
+    allocated: int
 
     @property
     def bytes(self) -> int:
@@ -53,7 +54,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, on_chip_bytes):
         super().__init__()
         self.on_chip_bytes = on_chip_bytes
-        self.flops = self.exps = self.pointwise = self.largest = 0
+        self.flops = self.exps = self.pointwise = self.largest = self.allocated = 0
         # (tensor, "read" or "written"), in order; kept alive, so that no address is used twice
         self.accesses = []
 
@@ -61,7 +62,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         aliased = [argument.alias_info for argument in func._schema.arguments]
-        if name not in CREATES and not any(info is not None and not info.is_write for info in aliased):
+        if name in CREATES:
+            self.allocated = max(self.allocated, result.numel())
+        elif not any(info is not None and not info.is_write for info in aliased):
             self._record(name, aliased, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
         return result
 
@@ -98,4 +101,4 @@ class _Recorder(TorchDispatchMode):
             held += 0 if hit else size
             while held > self.on_chip_bytes:
                 held -= on_chip.popitem(last=False)[1]
-        return Counts(self.flops, self.exps, self.pointwise, **moved, largest=self.largest)
+        return Counts(self.flops, self.exps, self.pointwise, **moved, largest=self.largest, allocated=self.allocated)

@@ -40,10 +40,13 @@ EXERCISES = {
         Exercise("causal", "add a causal mask", 2, 1),
         Exercise("dropout", "add dropout", 2, 1),
         Exercise("bug", "find the planted bug", 2, 1),
+        Exercise("backward", "write the tiled backward pass", 2, 1),
+        Exercise("kernel", "complete a Triton kernel", 2, 3),
         Exercise("tile", "choose a tile by arithmetic", 3, 4),
         Exercise("bound", "predict the bound, then measure", 3, 1),
         Exercise("combine", "combine the pieces of split-KV", 4, 5),
         Exercise("mla", "absorb the projections of MLA", 4, 5),
+        Exercise("varlen", "list the tiles of a packed call", 4, 5),
     )
 }
 

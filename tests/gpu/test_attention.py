@@ -495,15 +495,11 @@ def test_saved_tensors_that_hooks_leave_elsewhere_are_refused(tier):
             out.sum().backward()
 
 
-def test_problem_too_new_for_any_tier_names_all_refusals(monkeypatch):
-    problem = AttentionProblem(1, 64, 64, 1, 1, 64, 64, torch.float64, softmax_scale=1.0)
-    with pytest.raises(flashtile.UnsupportedError, match="portable"):
-        dispatch.plan(problem, hardware.Device("old", "sm_70", 80, 96 << 10))
-
-
 def test_second_gpu_is_used_without_being_current(tier):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     q = torch.randn(1, 64, 2, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
     flashtile.attention(q, q, q, causal=True).sum().backward()
-    assert q.grad.isfinite().all()
+    first = q.detach().to("cuda:0").requires_grad_()
+    flashtile.attention(first, first, first, causal=True).sum().backward()
+    torch.testing.assert_close(q.grad.cpu(), first.grad.cpu())
