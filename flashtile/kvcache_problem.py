@@ -3,14 +3,27 @@
 Its from_tensors is the only place that checks such a call. Imports neither triton nor a GPU.
 """
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
+from flashtile.checks import (
+    check_bool,
+    check_device,
+    check_device_type,
+    check_int,
+    check_int32,
+    check_last_dim,
+    check_number,
+    check_rank,
+    check_scale,
+    check_softcap,
+    is_int,
+    shape_of,
+)
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 from flashtile.problem import (
     DTYPES,
     INT32_MAX,
@@ -19,7 +32,6 @@ from flashtile.problem import (
     CallShape,
     check_cu_seqlens_values,
     check_head_dims,
-    check_index,
     check_no_gradients,
     check_per_head,
     checked_window,
@@ -142,10 +154,9 @@ class CacheProblem(CallShape):
         _check_dtypes(operands)
         _check_head_dims(q, k_cache, v_cache)
         if packed:
-            check_index("cu_seqlens_q", operands.cu_seqlens_q, q.device, None)
+            check_int32("cu_seqlens_q", operands.cu_seqlens_q, q.device, ("batch + 1",))
             if operands.cu_seqlens_q.shape[0] < 2:
-                raise ShapeError(explain("cu_seqlens_q", "shape (batch + 1,) with batch >= 1",
-                                         f"shape {tuple(operands.cu_seqlens_q.shape)}"))  # fmt: skip
+                raise ShapeError(explain("cu_seqlens_q", "shape (batch + 1,) with batch >= 1", shape_of(operands.cu_seqlens_q)))
             batch, seqlen_q = operands.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
             if not 0 <= seqlen_q <= INT32_MAX:
                 raise ValueRangeError(explain("max_seqlen_q", f"0 <= max_seqlen_q <= {INT32_MAX}", seqlen_q))
@@ -160,11 +171,8 @@ class CacheProblem(CallShape):
         _check_descales(operands, batch, num_heads_kv)
         check_per_head(operands, batch, num_heads)
         window = checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
-        scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
-        if not math.isfinite(scale):
-            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
-        if not (math.isfinite(options.softcap) and options.softcap >= 0):
-            raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", options.softcap))
+        check_scale(options.softmax_scale)
+        check_softcap(options.softcap)
         if not 0 <= options.num_splits <= MAX_SPLITS:
             raise ValueRangeError(explain("num_splits", f"0 (flashtile chooses) to {MAX_SPLITS}", options.num_splits))
         if values_readable(q):
@@ -178,7 +186,7 @@ class CacheProblem(CallShape):
             total_new=None if operands.cu_seqlens_k_new is None else operands.k.shape[0], rotary_dim=rotary_dim,
             rotary_interleaved=options.rotary_interleaved,
             rotary_moves=rotary_dim > 0 and _moves(options), window=window,
-            softmax_scale=scale, softcap=options.softcap, num_splits=options.num_splits,
+            softmax_scale=options.softmax_scale, softcap=options.softcap, num_splits=options.num_splits,
             has_leftpad=operands.cache_leftpad is not None, has_alibi=operands.alibi_slopes is not None,
             has_sinks=operands.sinks is not None,
             has_descale=any(x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)),
@@ -244,7 +252,7 @@ def check_cache_arguments(operands, options):
     """Check what the op's schema would refuse without our words: types, and tensors that come in pairs."""
     for name, value in zip(CacheOperands._fields, operands):
         if not isinstance(value, torch.Tensor) and (value is not None or name in ("q", "k_cache", "v_cache")):
-            if name == "cache_seqlens" and _is_int(value):
+            if name == "cache_seqlens" and is_int(value):
                 if isinstance(value, int) and abs(value) > INT32_MAX:
                     raise ValueRangeError(explain(name, "0 to the slots of a sequence", value))
                 continue
@@ -257,16 +265,12 @@ def check_cache_arguments(operands, options):
             raise UnsupportedError(explain(name, "a cache whose memory holds its numbers", "their negatives",
                                            f"Negate it once: {name}.resolve_neg()."))  # fmt: skip
     for name in ("rotary_interleaved", "causal", "return_lse"):
-        value = getattr(options, name)
-        if not isinstance(value, bool):
-            raise DtypeError(explain(name, "True or False", repr(value)))
-    for name in ("softmax_scale", "softcap"):
-        value = getattr(options, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) and (value is not None or name == "softcap"):
-            raise DtypeError(explain(name, "a number", repr(value), "Call .item() on a tensor once, outside the loop."))
-    if isinstance(options.num_splits, bool) or not isinstance(options.num_splits, (int, torch.SymInt)):
-        raise DtypeError(explain("num_splits", "an int", repr(options.num_splits)))
-    if operands.cu_seqlens_q is not None and not _is_int(options.max_seqlen_q):
+        check_bool(name, getattr(options, name))
+    if options.softmax_scale is not None:
+        check_number("softmax_scale", options.softmax_scale)
+    check_number("softcap", options.softcap)
+    check_int("num_splits", options.num_splits)
+    if operands.cu_seqlens_q is not None and not is_int(options.max_seqlen_q):
         raise DtypeError(explain("max_seqlen_q", "an int beside cu_seqlens_q", type(options.max_seqlen_q).__name__,
                                  "Take it where the batch is packed: int(lengths.max()) waits for the device."))  # fmt: skip
     for one, other in (("k", "v"), ("rotary_cos", "rotary_sin")):
@@ -293,29 +297,16 @@ def _in_rows(k_cache, v_cache) -> bool:
     return apart is not None and apart == rows_apart(v_cache) and k_cache.shape[0] * apart <= MAX_ROWS
 
 
-def _is_int(value) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
-
-
-def _shape(x) -> str:
-    return f"shape {tuple(x.shape)}"
-
-
 def _check_rows(name, x, q, rank, layout) -> None:
     """Rank, device and last stride of a tensor of rows."""
-    if x.dim() != rank:
-        raise ShapeError(explain(name, f"{rank} dims {layout}", _shape(x)))
-    if x.device != q.device:
-        raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
-    if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
-        raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
-                                 f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
+    check_rank(name, x, rank, layout)
+    check_device(name, x, q.device)
+    check_last_dim(name, x, "(..., heads, dim)")
 
 
 def _check_dtypes(operands) -> None:
     q, k_cache, v_cache = operands[:3]
-    if q.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    check_device_type("q", q)
     if q.dtype not in (*DTYPES, FP8):
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -331,7 +322,7 @@ def _check_dtypes(operands) -> None:
 
 def _check_head_dims(q, k_cache, v_cache) -> None:
     if v_cache.shape[:-1] != k_cache.shape[:-1]:
-        raise ShapeError(explain("v_cache", f"all but the last dim of k_cache, {tuple(k_cache.shape[:-1])}", _shape(v_cache)))
+        raise ShapeError(explain("v_cache", f"all but the last dim of k_cache, {tuple(k_cache.shape[:-1])}", shape_of(v_cache)))
     if k_cache.shape[-1] != q.shape[-1]:
         raise ShapeError(explain("k_cache", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k_cache.shape[-1]}"))
     heads, heads_kv = q.shape[-2], k_cache.shape[-2]
@@ -344,24 +335,17 @@ def _check_cache(operands, batch) -> int:
     """The cache's layout; returns the tokens that a sequence can have."""
     q, k_cache, table = operands.q, operands.k_cache, operands.block_table
     if table is not None:
-        if table.dtype != torch.int32:
-            raise DtypeError(explain("block_table", "dtype torch.int32", table.dtype, "Cast it: block_table.to(torch.int32)."))
-        if table.device != q.device:
-            raise DeviceError(explain("block_table", f"the device of q, {q.device}", table.device))
-        if table.dim() != 2 or table.shape[0] != batch:
-            raise ShapeError(explain("block_table", f"shape ({batch}, pages of a sequence)", _shape(table)))
-        if table.stride(1) != 1 and table.shape[1] > 1:
-            raise ShapeError(explain("block_table", "a contiguous last dim (stride 1)", f"strides {table.stride()}"))
+        check_int32("block_table", table, q.device, (batch, "pages of a sequence"))
         if operands.cache_batch_idx is not None:
             raise ShapeError(explain("cache_batch_idx", "None beside block_table, which says where the pages are", "a tensor"))
         if k_cache.shape[0] == 0 or k_cache.shape[1] == 0:
-            raise ShapeError(explain("k_cache", "at least one page of at least one token", _shape(k_cache)))
+            raise ShapeError(explain("k_cache", "at least one page of at least one token", shape_of(k_cache)))
         capacity = table.shape[1] * k_cache.shape[1]
     else:
         if operands.cache_batch_idx is not None:
-            check_index("cache_batch_idx", operands.cache_batch_idx, q.device, batch)
+            check_int32("cache_batch_idx", operands.cache_batch_idx, q.device, (batch,))
             if k_cache.shape[0] == 0 and batch > 0:
-                raise ShapeError(explain("k_cache", "at least one row, which cache_batch_idx names", _shape(k_cache)))
+                raise ShapeError(explain("k_cache", "at least one row, which cache_batch_idx names", shape_of(k_cache)))
         elif k_cache.shape[0] != batch:
             raise ShapeError(explain("k_cache", f"a row for each sequence of q, {batch}", f"{k_cache.shape[0]} rows",
                                      "cache_batch_idx says which rows a larger cache's sequences are."))  # fmt: skip
@@ -381,13 +365,13 @@ def _check_new(operands, batch) -> int:
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         _check_rows(name, x, operands.q, 3 if packed else 4, layout)
         if x.shape[-2:] != cache.shape[-2:]:
-            raise ShapeError(explain(name, f"heads and dim of {name}_cache, {tuple(cache.shape[-2:])}", _shape(x)))
+            raise ShapeError(explain(name, f"heads and dim of {name}_cache, {tuple(cache.shape[-2:])}", shape_of(x)))
         if not packed and x.shape[0] != batch:
             raise ShapeError(explain(name, f"the batch of q, {batch}", f"batch {x.shape[0]}"))
     if v.shape[:-1] != k.shape[:-1]:
-        raise ShapeError(explain("v", f"all but the last dim of k, {tuple(k.shape[:-1])}", _shape(v)))
+        raise ShapeError(explain("v", f"all but the last dim of k, {tuple(k.shape[:-1])}", shape_of(v)))
     if packed:
-        check_index("cu_seqlens_k_new", operands.cu_seqlens_k_new, operands.q.device, batch + 1)
+        check_int32("cu_seqlens_k_new", operands.cu_seqlens_k_new, operands.q.device, (batch + 1,))
         return 0
     return k.shape[1]
 
@@ -397,7 +381,7 @@ def _check_lengths(operands, batch) -> None:
         raise ShapeError(explain("cache_seqlens", "the lengths before the append, since k is given", None))
     for name in ("cache_seqlens", "cache_leftpad", "rotary_seqlens"):
         if getattr(operands, name) is not None:
-            check_index(name, getattr(operands, name), operands.q.device, batch)
+            check_int32(name, getattr(operands, name), operands.q.device, (batch,))
 
 
 def _check_rotary(operands, head_dim) -> int:
@@ -415,7 +399,7 @@ def _check_rotary(operands, head_dim) -> int:
         expected = f"shape, strides and dtype of rotary_cos, {tuple(cos.shape)}, {cos.stride()}, {cos.dtype}"
         raise ShapeError(explain("rotary_sin", expected, f"{tuple(sin.shape)}, {sin.stride()}, {sin.dtype}"))
     if not 0 < 2 * cos.shape[1] <= head_dim or cos.shape[0] == 0:
-        raise ShapeError(explain("rotary_cos", f"shape (seqlen_rotary, at most {head_dim // 2})", _shape(cos)))
+        raise ShapeError(explain("rotary_cos", f"shape (seqlen_rotary, at most {head_dim // 2})", shape_of(cos)))
     return 2 * cos.shape[1]
 
 
@@ -428,10 +412,9 @@ def _check_descales(operands, batch, num_heads_kv) -> None:
             raise DtypeError(explain(name, f"None beside {name[0]} of {of.dtype}", "a tensor", f"It goes with {FP8}."))
         if x.dtype != torch.float32:
             raise DtypeError(explain(name, "dtype torch.float32", x.dtype, f"Cast it: {name}.float()."))
-        if x.device != operands.q.device:
-            raise DeviceError(explain(name, f"the device of q, {operands.q.device}", x.device))
+        check_device(name, x, operands.q.device)
         if tuple(x.shape) != (batch, num_heads_kv):
-            raise ShapeError(explain(name, f"shape ({batch}, {num_heads_kv}), (batch, heads of the cache)", _shape(x)))
+            raise ShapeError(explain(name, f"shape ({batch}, {num_heads_kv}), (batch, heads of the cache)", shape_of(x)))
 
 
 def _moves(options) -> bool:
@@ -489,22 +472,18 @@ def check_combine(out_partial, lse_partial, out_dtype) -> None:
     for name, x, rank in (("out_partial", out_partial, 5), ("lse_partial", lse_partial, 4)):
         if not isinstance(x, torch.Tensor):
             raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
-        if x.dim() != rank:
-            layout = "(splits, batch, seqlen_q, heads, dim)" if rank == 5 else "(splits, batch, heads, seqlen_q)"
-            raise ShapeError(explain(name, f"{rank} dims {layout}", _shape(x)))
+        check_rank(name, x, rank, "(splits, batch, seqlen_q, heads, dim)" if rank == 5 else "(splits, batch, heads, seqlen_q)")
     if out_partial.dtype not in DTYPES[:3]:
         raise DtypeError(explain("out_partial", "dtype float32, float16 or bfloat16", out_partial.dtype))
     if lse_partial.dtype != torch.float32:
         raise DtypeError(explain("lse_partial", "dtype torch.float32", lse_partial.dtype))
-    if lse_partial.device != out_partial.device:
-        raise DeviceError(explain("lse_partial", f"the device of out_partial, {out_partial.device}", lse_partial.device))
+    check_device("lse_partial", lse_partial, out_partial.device, of="out_partial")
     splits, batch, seqlen_q, heads, dim = out_partial.shape
     if lse_partial.shape != (splits, batch, heads, seqlen_q):
-        raise ShapeError(explain("lse_partial", f"shape {(splits, batch, heads, seqlen_q)}", _shape(lse_partial)))
+        raise ShapeError(explain("lse_partial", f"shape {(splits, batch, heads, seqlen_q)}", shape_of(lse_partial)))
     if out_dtype is not None and out_dtype not in DTYPES:
         raise DtypeError(explain("out_dtype", "a floating dtype, or None for that of out_partial", out_dtype))
     check_no_gradients("combine", (out_partial, lse_partial))
     if not 0 < dim <= 2 * MAX_HEAD_DIM:
         raise ShapeError(explain("out_partial", f"a last dim of 1 to {2 * MAX_HEAD_DIM}", dim))
-    if out_partial.stride(-1) != 1 and dim > 1:
-        raise ShapeError(explain("out_partial", "a contiguous last dim (stride 1)", f"strides {out_partial.stride()}"))
+    check_last_dim("out_partial", out_partial)

@@ -14,7 +14,20 @@ import torch
 from torch.autograd import forward_ad
 
 from flashtile import settings
-from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
+from flashtile.checks import (
+    check_bool,
+    check_device,
+    check_device_type,
+    check_int32,
+    check_last_dim,
+    check_number,
+    check_rank,
+    check_scale,
+    check_softcap,
+    is_int,
+    shape_of,
+)
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -157,11 +170,8 @@ class AttentionProblem(CallShape):
         _check_seqused(operands, batch)
         check_per_head(operands, batch, num_heads)
         window = checked_window(window, causal, seqlen_q, seqlen_k)
-        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        if not math.isfinite(scale):
-            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
-        if not (math.isfinite(softcap) and softcap >= 0):
-            raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", softcap))
+        check_scale(softmax_scale)
+        check_softcap(softcap)
         if not 0 <= dropout_p < 1:
             raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
         traced = any(isinstance(n, torch.SymInt) for n in (batch, seqlen_q, seqlen_k))
@@ -173,11 +183,11 @@ class AttentionProblem(CallShape):
         widest = max(q.stride(row), k.stride(row), v.stride(row))
         return cls(
             batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=num_heads_kv,
-            head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype, window=window, softmax_scale=scale, softcap=softcap,
-            dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None, has_sinks=operands.sinks is not None,
-            deterministic=deterministic, return_lse=return_lse, total_q=total_q, total_k=total_k,
-            has_seqused_q=operands.seqused_q is not None, has_seqused_k=operands.seqused_k is not None,
-            same_lengths=varlen and has_same_lengths(operands),
+            head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype, window=window, softmax_scale=softmax_scale,
+            softcap=softcap, dropout_p=dropout_p, has_alibi=operands.alibi_slopes is not None,
+            has_sinks=operands.sinks is not None, deterministic=deterministic, return_lse=return_lse,
+            total_q=total_q, total_k=total_k, has_seqused_q=operands.seqused_q is not None,
+            has_seqused_k=operands.seqused_k is not None, same_lengths=varlen and has_same_lengths(operands),
             wide_rows=widest >= 2**22, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
         )  # fmt: skip
 
@@ -270,16 +280,15 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
             way_out = "Pack it: attention_varlen takes its values() and offsets()."
             raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", way_out))
     for name, value in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
-        if not isinstance(value, bool):
-            raise DtypeError(explain(name, "True or False", repr(value)))
+        check_bool(name, value)
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap), ("dropout_p", dropout_p)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) and (value is not None or name != "softmax_scale"):
-            raise DtypeError(explain(name, "a number", repr(value), "Call .item() on a tensor once, outside the loop."))
+        if value is not None or name != "softmax_scale":
+            check_number(name, value)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise DtypeError(explain("window", "a pair (left, right) of int or None", repr(window), "Unbounded is (None, None)."))
     if operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            if isinstance(value, (bool, torch.Tensor)) or not isinstance(value, (int, torch.SymInt)):
+            if not is_int(value):
                 way_out = "Take it where the batch is packed: int(lengths.max()) waits for the device."
                 raise DtypeError(explain(name, "an int", type(value).__name__, way_out))
 
@@ -306,37 +315,28 @@ def is_unaligned(x) -> bool:
     return any(stride % elements != 0 for stride in x.stride()[:-1]) or has_address and x.data_ptr() % 16 != 0
 
 
-def _describe(tensor) -> str:
-    return f"shape {tuple(tensor.shape)}"
-
-
 def _check_qkv(q, k, v, varlen) -> None:
     """Rank, dtype, device, sizes and strides of q, k and v."""
-    if q.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
+    check_device_type("q", q)
     if q.dtype not in DTYPES:
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32 or float64", q.dtype, "Cast q, k and v."))
     rank, layout = (3, "(total, heads, dim)") if varlen else (4, "(batch, seqlen, heads, dim)")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            way_out = "Add a batch dim with x.unsqueeze(0)." if rank - x.dim() == 1 else ""
-            if varlen and x.dim() == 4:
-                way_out = "Packed sequences have no batch dim: x.flatten(0, 1)."
-            raise ShapeError(explain(name, f"{rank} dims {layout}", _describe(x), way_out))
-        if x.device != q.device:
-            raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+        way_out = "Add a batch dim with x.unsqueeze(0)." if rank - x.dim() == 1 else ""
+        if varlen and x.dim() == 4:
+            way_out = "Packed sequences have no batch dim: x.flatten(0, 1)."
+        check_rank(name, x, rank, layout, way_out)
+        check_device(name, x, q.device)
         if x.dtype != q.dtype:
             raise DtypeError(explain(name, f"the dtype of q, {q.dtype}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
-        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
-            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
-                                     f"Use {name}.contiguous(), or lay it out as (..., heads, dim)."))  # fmt: skip
+        check_last_dim(name, x, "(..., heads, dim)")
     if not varlen:
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != q.shape[0]:
                 raise ShapeError(explain(name, f"the batch of q, {q.shape[0]}", f"batch {x.shape[0]}"))
     if v.shape[:-1] != k.shape[:-1]:
         expected = "the total and heads of k" if varlen else "the batch, seqlen and heads of k"
-        raise ShapeError(explain("v", f"{expected}, {tuple(k.shape[:-1])}", _describe(v)))
+        raise ShapeError(explain("v", f"{expected}, {tuple(k.shape[:-1])}", shape_of(v)))
     if k.shape[-1] != q.shape[-1]:
         raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
@@ -353,18 +353,6 @@ def check_head_dims(**dims) -> None:
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 
-def check_index(name, x, device, shape) -> None:
-    """An int32 vector on the device of q."""
-    if x.dtype != torch.int32:
-        raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
-    if x.device != device:
-        raise DeviceError(explain(name, f"the device of q, {device}", x.device, f"Move it: {name}.to(q.device)."))
-    if x.dim() != 1 or (shape is not None and x.shape[0] != shape):
-        raise ShapeError(explain(name, f"shape ({'batch + 1' if shape is None else shape},)", _describe(x)))
-    if x.stride(0) != 1 and x.shape[0] > 1:
-        raise ShapeError(explain(name, "a contiguous tensor", f"strides {x.stride()}", f"Use {name}.contiguous()."))
-
-
 def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
     """cu_seqlens and max_seqlen of a packed call; returns the batch."""
     batch = None
@@ -372,9 +360,9 @@ def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
                            ("cu_seqlens_k", operands.cu_seqlens_k, "cu_seqlens_q")):  # fmt: skip
         if x is None:
             raise ShapeError(explain(name, f"a tensor, since {other} is given", None, "Pass both, or neither."))
-        check_index(name, x, operands.q.device, batch if batch is None else batch + 1)
+        check_int32(name, x, operands.q.device, ("batch + 1" if batch is None else batch + 1,))
         if x.shape[0] < 2:
-            raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", _describe(x)))
+            raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", shape_of(x)))
         batch = x.shape[0] - 1
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if not isinstance(length, torch.SymInt) and not 0 <= length <= INT32_MAX:
@@ -412,7 +400,7 @@ def _check_seqused(operands, batch) -> None:
             raise ShapeError(
                 explain(name, "cu_seqlens_q and cu_seqlens_k beside it", "a batched call", "Use attention_varlen.")
             )
-        check_index(name, x, operands.q.device, batch)
+        check_int32(name, x, operands.q.device, (batch,))
         if values_readable(operands.q):
             cu_seqlens = (operands.cu_seqlens_q if name == "seqused_q" else operands.cu_seqlens_k).tolist()
             for i, used in enumerate(x.tolist()):
@@ -428,23 +416,17 @@ def check_per_head(operands, batch, num_heads) -> None:
         if slopes.dtype != torch.float32:
             raise DtypeError(explain("alibi_slopes", "dtype torch.float32", slopes.dtype, "Cast them: alibi_slopes.float()."))
         if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
-            raise ShapeError(explain("alibi_slopes", f"shape ({num_heads},) or ({batch}, {num_heads})", _describe(slopes)))
+            raise ShapeError(explain("alibi_slopes", f"shape ({num_heads},) or ({batch}, {num_heads})", shape_of(slopes)))
     if sinks is not None:
         if sinks.dtype not in DTYPES:
             raise DtypeError(explain("sinks", "a floating dtype", sinks.dtype))
         if tuple(sinks.shape) != (num_heads,):
-            raise ShapeError(explain("sinks", f"shape ({num_heads},), one logit a query head", _describe(sinks)))
+            raise ShapeError(explain("sinks", f"shape ({num_heads},), one logit a query head", shape_of(sinks)))
     for name, x in (("alibi_slopes", slopes), ("sinks", sinks)):
         if x is None:
             continue
-        if x.device != operands.q.device:
-            raise DeviceError(
-                explain(name, f"the device of q, {operands.q.device}", x.device, f"Move it: {name}.to(q.device).")
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ShapeError(
-                explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}", f"Use {name}.contiguous().")
-            )
+        check_device(name, x, operands.q.device)
+        check_last_dim(name, x)
 
 
 def checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:

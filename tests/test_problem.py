@@ -213,7 +213,7 @@ WRONG_CALLS = [
      "cu_seqlens_q: expected shape (batch + 1,), got shape (1, 3)."),
     (lambda: describe_packed(cu_seqlens_k=int32(0, 8)), ShapeError, "cu_seqlens_k: expected shape (3,), got shape (2,)."),
     (lambda: describe_packed(cu_seqlens_q=int32(0, 0, 3, 3, 8, 8)[::2]), ShapeError,
-     "cu_seqlens_q: expected a contiguous tensor, got strides (2,). Use cu_seqlens_q.contiguous()."),
+     "cu_seqlens_q: expected a contiguous last dim (stride 1), got strides (2,). Use cu_seqlens_q.contiguous()."),
     (lambda: describe_packed(cu_seqlens_q=int32(0)), ShapeError,
      "cu_seqlens_q: expected shape (batch + 1,) with batch >= 1, got shape (1,)."),
     (lambda: describe_packed(max_seqlen_q=-1), ValueRangeError,

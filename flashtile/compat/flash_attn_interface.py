@@ -20,6 +20,7 @@ What differs, or means nothing here:
 import torch
 
 from flashtile import api, ops
+from flashtile.checks import check_int32
 from flashtile.compat.arguments import (
     as_int,
     as_number,
@@ -45,7 +46,7 @@ from flashtile.errors import (
     ValueRangeError,
     explain,
 )
-from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands, check_index, is_autocast, values_readable
+from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands, is_autocast, values_readable
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -305,7 +306,7 @@ def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
         if x is not None:
             check_tensor(name, x)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
-    check_index("cache_batch_idx", cache_batch_idx, q.device, batch)
+    check_int32("cache_batch_idx", cache_batch_idx, q.device, (batch,))
     if page_table.dim() != 2 or page_table.device != q.device:
         # Refused with all other tables
         return page_table

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from flashtile.calls import again
+from flashtile.checks import check_bool, check_int, check_int32, check_number
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
-from flashtile.mla.problem import HEAD_DIM_V, MlaOperands, check_int32
+from flashtile.mla.problem import HEAD_DIM_V, MlaOperands
 from flashtile.problem import autocast, check_no_gradients, is_autocast
 
 
@@ -49,8 +50,7 @@ def make_schedule(
         raise ShapeError(explain("cache_seqlens", "a tensor, or None and indices", "both" if indices is not None else None))
     _check_tensors(cache_seqlens=cache_seqlens, indices=indices, topk_length=topk_length)
     for name, number in (("num_heads", num_heads), ("seqlen_q", seqlen_q), ("num_heads_kv", num_heads_kv)):
-        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
-            raise DtypeError(explain(name, "an int", repr(number)))
+        check_int(name, number)
     if indices is None:
         check_int32("cache_seqlens", cache_seqlens, cache_seqlens.device, (None,))
         if topk_length is not None:
@@ -60,7 +60,7 @@ def make_schedule(
     else:
         check_int32("indices", indices, indices.device, (None, None, None))
         if topk_length is not None:
-            check_int32("topk_length", topk_length, indices.device, (indices.shape[0],))
+            check_int32("topk_length", topk_length, indices.device, (indices.shape[0],), of="indices")
     lengths = topk_length if cache_seqlens is None else cache_seqlens
     if num_heads_kv < 1 or num_heads < 1 or num_heads % num_heads_kv:
         raise ShapeError(explain("num_heads", f"a multiple of num_heads_kv, {num_heads_kv}", num_heads))
@@ -146,12 +146,10 @@ def _check_tensors(**tensors) -> None:
 def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:
     """What the op's schema would refuse without our words."""
     _check_tensors(**tensors)
-    if isinstance(head_dim_v, bool) or not isinstance(head_dim_v, (int, torch.SymInt)):
-        raise DtypeError(explain("head_dim_v", "an int", repr(head_dim_v)))
-    if not isinstance(causal, bool):
-        raise DtypeError(explain("causal", "True or False", repr(causal)))
-    if softmax_scale is not None and (isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float))):
-        raise DtypeError(explain("softmax_scale", "a number", repr(softmax_scale), "Call .item() once, outside the loop."))
+    check_int("head_dim_v", head_dim_v)
+    check_bool("causal", causal)
+    if softmax_scale is not None:
+        check_number("softmax_scale", softmax_scale)
 
 
 def _check_schedule(schedule, q, kv_cache, indices) -> None:

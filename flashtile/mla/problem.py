@@ -1,13 +1,13 @@
 """MlaProblem: the frozen description of one latent attention decode, and the only place that checks its tensors."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from flashtile import hardware
-from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
+from flashtile.checks import check_device, check_device_type, check_int32, check_last_dim, check_rank, check_scale, shape_of
+from flashtile.errors import DtypeError, ShapeError, ValueRangeError, explain
 from flashtile.mla import cache
 from flashtile.problem import is_unaligned, values_readable
 
@@ -83,9 +83,8 @@ class MlaProblem:
         else:
             _check_dense(operands)
         _check_sinks(operands)
+        check_scale(softmax_scale)
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        if not math.isfinite(scale):
-            raise ValueRangeError(explain("softmax_scale", "a finite number", scale))
         if num_pages * page_size >= 2**31:
             raise ShapeError(explain("kv_cache", "fewer than 2**31 tokens", f"{num_pages * page_size}"))
         problem = cls(
@@ -150,21 +149,13 @@ def _span(kv_cache) -> int:
     return sum((size - 1) * stride for size, stride in zip(kv_cache.shape[:2], kv_cache.stride())) * kv_cache.element_size()
 
 
-def _shape(x) -> str:
-    return f"shape {tuple(x.shape)}"
-
-
 def check_queries_and_cache(q, kv_cache) -> bool:
     """q and kv_cache; returns whether the cache is packed."""
-    if q.dim() != 4:
-        raise ShapeError(explain("q", "4 dims (batch, seqlen_q, heads, head_dim)", _shape(q)))
-    if kv_cache.dim() != 4:
-        way_out = "Add the dim of latent heads: kv_cache.unsqueeze(2)." if kv_cache.dim() == 3 else ""
-        raise ShapeError(explain("kv_cache", "4 dims (pages, page_size, heads_kv, head_dim)", _shape(kv_cache), way_out))
-    if q.device.type not in ("cuda", "cpu"):
-        raise DeviceError(explain("q", "a CUDA or CPU tensor", f"device {q.device}", "Move it: q.to('cpu') or q.to('cuda')."))
-    if kv_cache.device != q.device:
-        raise DeviceError(explain("kv_cache", f"the device of q, {q.device}", kv_cache.device))
+    check_rank("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
+    way_out = "Add the dim of latent heads: kv_cache.unsqueeze(2)." if kv_cache.dim() == 3 else ""
+    check_rank("kv_cache", kv_cache, 4, "(pages, page_size, heads_kv, head_dim)", way_out)
+    check_device_type("q", q, ("cuda", "cpu"))
+    check_device("kv_cache", kv_cache, q.device)
     if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else DTYPES):
         raise DtypeError(explain("q", "dtype bfloat16 or float16", q.dtype, "Cast q and the cache."))
     fp8 = kv_cache.dtype in cache.DTYPES
@@ -181,16 +172,14 @@ def check_queries_and_cache(q, kv_cache) -> bool:
     if not fp8 and width != head_dim:
         raise ShapeError(explain("kv_cache", f"the head_dim of q, {head_dim}", width))
     for name, x in (("q", q), ("kv_cache", kv_cache)):
-        if x.stride(-1) != 1 and x.numel() > 0:
-            raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
-                                     f"Use {name}.contiguous()."))  # fmt: skip
+        check_last_dim(name, x)
     if fp8 and (any(stride % 4 for stride in kv_cache.stride()[:-1]) or kv_cache.storage_offset() % 4):
         raise ShapeError(explain("kv_cache", "tokens that begin at multiples of 4 bytes", f"strides {kv_cache.stride()}"))
     num_heads, num_heads_kv = q.shape[2], kv_cache.shape[2]
     if num_heads == 0 or num_heads_kv == 0 or num_heads % num_heads_kv:
         raise ShapeError(explain("q", "heads that are a multiple of those of kv_cache", f"{num_heads} and {num_heads_kv}"))
     if kv_cache.shape[1] == 0:
-        raise ShapeError(explain("kv_cache", "a page size of at least 1", _shape(kv_cache)))
+        raise ShapeError(explain("kv_cache", "a page size of at least 1", shape_of(kv_cache)))
     return fp8
 
 
@@ -203,35 +192,21 @@ def check_queries(seqlen_q, num_heads) -> None:
                                  "Prefill in the unabsorbed form with flashtile.attention."))  # fmt: skip
 
 
-def check_int32(name, x, device, shape) -> None:
-    """An int32 tensor on a device; None in shape is any size."""
-    if x.dtype != torch.int32:
-        raise DtypeError(explain(name, "dtype torch.int32", x.dtype, f"Cast it: {name}.to(torch.int32)."))
-    if x.device != device:
-        raise DeviceError(explain(name, f"the device of the others, {device}", x.device, f"Move it: {name}.to('{device}')."))
-    if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
-        expected = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ShapeError(explain(name, f"shape ({expected})", _shape(x)))
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ShapeError(explain(name, "a contiguous last dim (stride 1)", f"strides {x.stride()}",
-                                 f"Use {name}.contiguous()."))  # fmt: skip
-
-
 def _check_dense(operands) -> None:
     q = operands.q
     for name in ("block_table", "cache_seqlens"):
         if getattr(operands, name) is None:
             raise ShapeError(explain(name, "a tensor", None, "Only sparse decode, with indices, has none."))
     if operands.topk_length is not None:
-        raise ShapeError(explain("topk_length", "None without indices", _shape(operands.topk_length)))
+        raise ShapeError(explain("topk_length", "None without indices", shape_of(operands.topk_length)))
     check_int32("block_table", operands.block_table, q.device, (q.shape[0], None))
     check_int32("cache_seqlens", operands.cache_seqlens, q.device, (q.shape[0],))
     num_pages, page_size = operands.kv_cache.shape[:2]
     if num_pages == 0 and q.numel() > 0:
-        raise ShapeError(explain("kv_cache", "at least one page beside block_table", _shape(operands.kv_cache)))
+        raise ShapeError(explain("kv_cache", "at least one page beside block_table", shape_of(operands.kv_cache)))
     if operands.block_table.shape[1] * page_size >= 2**31:
         most = (2**31 - 1) // page_size
-        raise ShapeError(explain("block_table", f"at most {most} columns (2**31 tokens)", _shape(operands.block_table)))
+        raise ShapeError(explain("block_table", f"at most {most} columns (2**31 tokens)", shape_of(operands.block_table)))
 
 
 def _check_sparse(operands, num_heads_kv, causal) -> None:
@@ -256,11 +231,9 @@ def _check_sinks(operands) -> None:
     if not sinks.is_floating_point():
         raise DtypeError(explain("sinks", "a floating dtype", sinks.dtype))
     if tuple(sinks.shape) != (q.shape[2],):
-        raise ShapeError(explain("sinks", f"shape ({q.shape[2]},), one logit a query head", _shape(sinks)))
-    if sinks.device != q.device:
-        raise DeviceError(explain("sinks", f"the device of q, {q.device}", sinks.device, "Move it: sinks.to(q.device)."))
-    if sinks.stride(0) != 1 and sinks.shape[0] > 1:
-        raise ShapeError(explain("sinks", "a contiguous tensor", f"strides {sinks.stride()}", "Use sinks.contiguous()."))
+        raise ShapeError(explain("sinks", f"shape ({q.shape[2]},), one logit a query head", shape_of(sinks)))
+    check_device("sinks", sinks, q.device)
+    check_last_dim("sinks", sinks)
 
 
 def _check_values(operands, problem) -> None:
