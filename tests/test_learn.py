@@ -68,7 +68,7 @@ def test_every_level_has_exercises():
         ("backward", "if causal else 0\n", "if False else 0\n", "Skip the tiles"),
         ("backward", "    delta =", "    weights = q.new_zeros(seqlen_q, seqlen_k)\n    delta =", "never exist together"),
         ("backward", "    delta =", "    tile_m = tile_n = 999\n    delta =", "never exist together"),
-        ("kernel", "row_sum * correction +", "row_sum +", "64 queries, 64 keys: lse[0]"),
+        ("kernel", "row_sum * correction +", "row_sum +", "64 queries, 64 keys: lse["),
         ("kernel", 'tl.where(new_max == float("-inf"), 0.0, new_max)', "new_max", "40 keys, causal: lse[32] is nan"),
         ("kernel", "tl.max(scores, 1) * scale_log2", "tl.minimum(20.0, tl.max(scores, 1) * scale_log2)", "scores of up to 300"),
         ("kernel", "tl.exp2(row_max - pivot)", "tl.exponential(row_max - pivot)", "kernel.py, line 12: AttributeError"),
@@ -100,10 +100,52 @@ def test_the_planted_bug_is_right_where_its_text_says_so(tmp_path):
     assert words.startswith("wrong for 100 keys") and "65 keys" in words and "128 keys" not in words
 
 
-def test_a_learners_own_error_has_its_line(tmp_path):
-    (tmp_path / "softmax.py").write_text("def update(row_max, row_sum, scores):\n    return scores.nonsense\n")
-    outcome = check(find("softmax"), tmp_path)
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_learners_own_error_has_its_line(relative, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("mine" if relative else tmp_path / "mine")
+    folder.mkdir()
+    (folder / "softmax.py").write_text("def update(row_max, row_sum, scores):\n    return scores.nonsense\n")
+    outcome = check(find("softmax"), folder)
     assert outcome.status == "wrong" and outcome.words.startswith("softmax.py, line 2: AttributeError")
+
+
+def test_a_backward_pass_may_walk_twice(tmp_path):
+    """Once for dk and dv and once for dq, as the portable tier does."""
+    text = (SOLUTIONS / "backward.py").read_text()
+    one = text.replace("            dq[rows] += scale * dscores @ k[cols]\n", "")
+    two = text.replace("            dv[cols] += p.T @ dout[rows]\n            dk[cols] += scale * dscores.T @ q[rows]\n", "")
+    assert len({text, one, two}) == 3
+    both = "def backward(*arguments):\n    return (two(*arguments)[0], *one(*arguments)[1:])\n"
+    walks = [walk.replace("def backward", f"def {name}") for name, walk in (("one", one), ("two", two))]
+    (tmp_path / "backward.py").write_text("\n\n".join([*walks, both]))
+    outcome = check(find("backward"), tmp_path)
+    assert outcome == ("done", "7 products of each tile, 3.5 times those of forward")
+
+
+def test_a_list_of_tiles_may_be_made_in_python(tmp_path):
+    (tmp_path / "varlen.py").write_text(
+        """import torch
+
+
+def schedule(cu_seqlens_q, cu_seqlens_k, tile_m, causal):
+    tiles = []
+    for sequence, (seqlen_q, seqlen_k) in enumerate(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())):
+        for row in range(0, seqlen_q, tile_m):
+            last = min(row + tile_m, seqlen_q)
+            tiles.append((max(0, last + seqlen_k - seqlen_q) if causal else seqlen_k, sequence, row))
+    _, sequences, first_rows = zip(*sorted(tiles, reverse=True))
+    return torch.tensor(sequences), torch.tensor(first_rows)
+"""
+    )
+    outcome = check(find("varlen"), tmp_path)
+    assert outcome.status == "done" and "45 tiles, where a padded grid has 128" in outcome.words
+
+
+def test_what_a_kernel_prints_is_shown(tmp_path, capfd):
+    outcome = attempt("kernel", tmp_path, ("    new_max = ", "    print('a tile')\n    new_max = "))
+    assert outcome.status == "done", outcome.words
+    assert "a tile\n" in capfd.readouterr().out
 
 
 def test_the_command_begins_checks_and_marks(tmp_path, capsys):

@@ -107,7 +107,9 @@ def check(exercise: Exercise, folder) -> Outcome:
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
     except Exception as error:  # the learner's own
-        frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == str(path)), None)
+        # a module's file is an absolute path, also where folder is not
+        file = str(path.absolute())
+        frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == file), None)
         where = f"{path.name}, line {frame.lineno}: " if frame else ""
         return Outcome("wrong", f"{where}{type(error).__name__}: {error}")
 

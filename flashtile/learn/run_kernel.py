@@ -9,6 +9,7 @@ CASES: what torch.save wrote, a list of (q, k, v, causal). RESULTS: for torch.lo
 import importlib.util
 import sys
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,8 @@ def main(exercise, cases, results):
 
 def outcomes(exercise, cases):
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and importlib.util.find_spec("numpy") is None:
+        raise ModuleNotFoundError("Triton's interpreter needs NumPy: pip install 'numpy<2.4'")
     spec = importlib.util.spec_from_file_location("flashtile_exercise_kernel", exercise)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,12 +33,18 @@ def outcomes(exercise, cases):
 
 
 def describe(error, exercise):
-    """What the interpreter caught, not its wrapping, with the learner's line; what the compiler says has the line in it."""
-    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+    """What was caught first, not what wraps it; with the learner's line, which what the compiler says has in it."""
+    while wraps(error):
         error = error.__cause__
     frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == exercise), None)
-    where = f"line {frame.lineno}: " if frame else ""
-    return f"{where}{type(error).__name__}: {error}"
+    where = f", line {frame.lineno}" if frame else ""
+    return f"{Path(exercise).name}{where}: {type(error).__name__}: {error}"
+
+
+def wraps(error):
+    """The interpreter wraps every error of a kernel, the compiler those of the functions that it calls."""
+    names = {base.__name__ for base in type(error.__cause__).__mro__}
+    return error.__cause__ is not None and (type(error).__name__ == "InterpreterError" or "CompilationError" in names)
 
 
 if __name__ == "__main__":
