@@ -20,6 +20,8 @@ SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_lay
              tie_word_embeddings=False)  # fmt: skip
 MODELS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
+    # a window in every layer
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=5)),
     # softcap, and a window in every other layer
     "gemma2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=3.0, query_pre_attn_scalar=8)
@@ -31,7 +33,7 @@ MODELS = {
     ),
 }
 # transformers' own implementation that has the model's features
-OWN = {"llama": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
+OWN = {"llama": "sdpa", "mistral": "sdpa", "gemma2": "eager", "gpt_oss": "eager"}
 TOKENS = torch.arange(3, 3 + 2 * 14).view(2, 14) * 7 % 58 + 3
 LEFT, RIGHT, HOLE = (torch.ones(2, 14, dtype=torch.int64) for _ in range(3))
 LEFT[1, :4] = RIGHT[1, 9:] = 0
@@ -113,6 +115,18 @@ def test_packed_sequences_do_not_see_each_other(model, by):
         model.set_attn_implementation("eager")
         alone = torch.cat([model(input_ids=part, use_cache=False).logits for part in (tokens[:, :5], tokens[:, 5:])], 1)
     torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [[*range(5), *range(20, 29)], range(3, 17), range(0, 28, 2)], ids=["gap", "late", "steps"])
+@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 14)}, {"use_cache": True}], ids=["mask", "cache"])
+def test_positions_with_gaps_are_one_sequence(positions, more):
+    """As in eager attention, whose mask hides nothing for them."""
+    model, logits = MODELS["llama"]().eval(), {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(TOKENS[:1], position_ids=torch.tensor([*positions])[None], **more).logits
+    torch.testing.assert_close(logits[integration.NAME], logits["eager"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

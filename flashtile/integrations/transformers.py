@@ -7,15 +7,16 @@
     model.set_attn_implementation("ftile")
 
 Training and generation: padding masks (batch, seqlen), packed sequences (cu_seq_lens_q and their kin, or position_ids that
-begin anew, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention to
+begin anew at 0, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention to
 an encoder. Padded tokens get output 0 with causal or a window. A window counts tokens, not the padding between them, as
 transformers' own flash attention does. Refused: prepared masks of four dims, for what they hide is known to no one; masks that
 a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores; choices of keys, or of
 blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
-What a model's mask shows holds for all layers that get it, whatever their own arguments say (sliding_window, is_causal,
-position_ids): as in eager attention, which knows nothing but the mask. Where a model is traced as a whole, the arguments of its
-layers hold, as for transformers' own flash attention.
+What a model's mask shows holds for all layers that get it, whatever their own arguments say (sliding_window, is_causal): as in
+eager attention, which knows nothing but the mask. position_ids that begin anew are packed sequences also where the mask does not
+say so, because there is an attention_mask of ones or a cache, as for transformers' own flash attention. Where a model is traced
+as a whole, the arguments of its layers hold, as there.
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
 Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there, and
@@ -123,7 +124,10 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         if attention_mask.dim() != 2:
             raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
                                            'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
-        mask = attention_mask[:, kv_offset : kv_offset + min(seen, kv_length)]
+        # With a static cache of windows transformers asks twice: the second time for the mask that it got
+        width = min(seen, kv_length)
+        begin = max(0, min(kv_offset, attention_mask.shape[1] - width))
+        mask = attention_mask[:, begin : begin + width]
         padded = not mask.all()
     else:
         # A static cache may not be full
@@ -251,7 +255,7 @@ def _padding(mask):
 @torch.compiler.disable(reason="flashtile looks for packed sequences in the position_ids of a batch of 1, which a graph can't; "
                                "pass cu_seq_lens_q and its kin, and it does not")  # fmt: skip
 def _packing(position_ids):
-    """(cu_seqlens, longest) of positions (1, total) that begin anew, or (None, None)."""
+    """(cu_seqlens, longest) of positions (1, total) that begin anew at 0, or (None, None)."""
     if position_ids.is_inference():
         # Nothing tells when it is written to
         return _packing_of(position_ids)
@@ -263,9 +267,8 @@ def _packing(position_ids):
 
 
 def _packing_of(position_ids):
-    positions = position_ids.flatten()
-    starts = (positions.diff() != 1).nonzero().flatten() + 1
-    return _cu_seqlens(starts, len(positions))
+    # Gaps are no new sequence: they hide nothing
+    return _cu_seqlens((position_ids.flatten()[1:] == 0).nonzero().flatten() + 1, position_ids.numel())
 
 
 def _cu_seqlens(starts, total):
