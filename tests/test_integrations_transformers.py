@@ -117,7 +117,7 @@ def test_packed_sequences_do_not_see_each_other(model, by):
     torch.testing.assert_close(got, alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", [[*range(5), *range(20, 29)], range(3, 17), range(0, 28, 2)], ids=["gap", "late", "steps"])
+@pytest.mark.parametrize("positions", [[*range(5), *range(20, 29)], range(3, 17), range(0, 28, 2)], ids=["gap", "late", "step"])
 @pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 14)}, {"use_cache": True}], ids=["mask", "cache"])
 def test_positions_with_gaps_are_one_sequence(positions, more):
     """As in eager attention, whose mask hides nothing for them."""
@@ -172,6 +172,40 @@ def test_static_cache_without_a_mask():
         model.set_attn_implementation("eager")
         whole = model(TOKENS, use_cache=False).logits
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_shorter_than_the_sequence_hides_the_rest():
+    """As transformers fills it up, with padding."""
+    model, logits = MODELS["llama"]().eval(), {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(TOKENS, attention_mask=torch.ones(2, 11)).logits[:, :11]
+    torch.testing.assert_close(logits[integration.NAME], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_head_dims_that_are_no_multiple_of_8():
+    """Forward, gradients, and decoding over a cache."""
+    sizes = SMALL | {"hidden_size": 60, "head_dim": 10}
+    model, logits, gradients = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), {}, {}
+    for implementation in ("eager", integration.NAME):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        out = model(TOKENS, labels=TOKENS)
+        out.loss.backward()
+        gradients[implementation] = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+        with torch.no_grad():
+            step = model(TOKENS[:, -1:], past_key_values=model(TOKENS[:, :-1]).past_key_values)
+            padded = model(TOKENS, attention_mask=LEFT).logits[LEFT.bool()]
+        logits[implementation] = torch.cat([out.logits.flatten(0, 1), padded, step.logits[:, 0]])
+    for got in (logits, gradients):
+        torch.testing.assert_close(got[integration.NAME], got["eager"], rtol=1e-4, atol=1e-5)
+
+
+def test_an_old_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "4.57.3")
+    with pytest.raises(UnsupportedError, match="transformers: expected version 5 or newer, got 4.57.3"):
+        integration.register()
 
 
 @pytest.mark.parametrize("after", [0, 1])

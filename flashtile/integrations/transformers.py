@@ -7,16 +7,17 @@
     model.set_attn_implementation("ftile")
 
 Training and generation: padding masks (batch, seqlen), packed sequences (cu_seq_lens_q and their kin, or position_ids that
-begin anew at 0, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention to
-an encoder. Padded tokens get output 0 with causal or a window. A window counts tokens, not the padding between them, as
+begin anew at 0, in a batch of 1), sliding windows, softcap, sinks, grouped heads, dropout, dynamic and static caches, attention
+to an encoder. Head dims that are no multiple of 8 are filled with zeros, a copy in each layer. Padded tokens get output 0 with
+causal or a window. A window counts tokens, not the padding between them, as
 transformers' own flash attention does. Refused: prepared masks of four dims, for what they hide is known to no one; masks that
 a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores; choices of keys, or of
 blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
 
 What a model's mask shows holds for all layers that get it, whatever their own arguments say (sliding_window, is_causal): as in
-eager attention, which knows nothing but the mask. position_ids that begin anew are packed sequences also where the mask does not
-say so, because there is an attention_mask of ones or a cache, as for transformers' own flash attention. Where a model is traced
-as a whole, the arguments of its layers hold, as there.
+eager attention, which knows nothing but the mask. position_ids that begin anew are packed sequences also where the mask does
+not say so, because there is an attention_mask of ones or a cache, as for transformers' own flash attention. Where a model is
+traced as a whole, the arguments of its layers hold, as there.
 
 A mask and packed position_ids are looked at once a forward pass, which waits for the device; all layers share the result.
 Only at position_ids that were made in torch.inference_mode each layer looks anew. torch.compile breaks its graph there, and
@@ -33,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtile import api
 from flashtile.errors import UnsupportedError, ValueRangeError, explain
+from flashtile.problem import HEAD_DIM_MULTIPLE
 
 __all__ = ["register"]
 
@@ -47,13 +49,16 @@ def register(name: str = NAME) -> None:
 
     Raises:
         ImportError: transformers is not installed.
+        UnsupportedError: it is older than 5.0.
         ValueRangeError: a name with "flash" in it.
     """
     if "flash" in name:
         way_out = "transformers looks for such names on its hub."
         raise ValueRangeError(explain("name", 'a name without "flash"', repr(name), way_out))
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__
 
+    if int(__version__.partition(".")[0]) < 5:
+        raise UnsupportedError(explain("transformers", "version 5 or newer", __version__, "pip install 'transformers>=5'."))
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, padding_mask)
 
@@ -79,18 +84,33 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
             raise UnsupportedError(explain(name, "None", f"shape {tuple(kwargs[name].shape)}",
                                            f'Use attn_implementation="sdpa" for {what}.'))  # fmt: skip
     shown = getattr(attention_mask, _SHOWN, None) or _shown_by_arguments(module, is_causal, sliding_window)
-    q, k, v = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
-    options = dict(causal=shown.causal, window=shown.window, softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+    q, k, v = (_of_whole_head_dims(x.transpose(1, 2).to(value.dtype)) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = dict(causal=shown.causal, window=shown.window, softmax_scale=scale, softcap=softcap or 0.0, sinks=s_aux)
     training = dict(dropout_p=dropout, deterministic=bool(deterministic))
-    remembers = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
+    packing = position_ids, (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    out = _attend(q, k, v, attention_mask, shown, packing, options, training)
+    return out[..., : value.shape[-1]], None
+
+
+def _of_whole_head_dims(x):
+    """x with zeros behind its head dim, up to a multiple of 8."""
+    return F.pad(x, (0, -x.shape[-1] % HEAD_DIM_MULTIPLE)) if x.shape[-1] % HEAD_DIM_MULTIPLE else x
+
+
+def _attend(q, k, v, attention_mask, shown, packing, options, training):
+    """out of q, k, v (batch, seqlen, heads, dim). options: of every call; training: of calls with gradients too."""
+    position_ids, (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k) = packing
+    dropout = training["dropout_p"]
+    remembers = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
     if attention_mask is not None:
         # A static cache is longer than what it holds
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         padding = _padding(attention_mask) if shown.padded else None
         if padding is not None and not padding.is_full:
             if padding.left is not None and not remembers and not dropout:
-                return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options), None
-            return _attend_without_padding(q, k, v, padding, options | training), None
+                return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options)
+            return _attend_without_padding(q, k, v, padding, options | training)
     if cu_seq_lens_q is None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
         cu_seq_lens_q, max_length_q = shown.packing
         # Those of three dims are places in images: they may begin anew in one sequence
@@ -101,10 +121,10 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
         lengths = {"cu_seqlens_q": cu_seq_lens_q.int(), "cu_seqlens_k": cu_seq_lens_k.int(),
                    "max_seqlen_q": int(max_length_q), "max_seqlen_k": int(max_length_k)}  # fmt: skip
         out = api.attention_varlen(*(x.flatten(0, 1) for x in (q, k, v)), **lengths, **options, **training)
-        return out.view(*q.shape[:-1], -1), None
+        return out.view(*q.shape[:-1], -1)
     if q.shape[1] < k.shape[1] and not remembers and not dropout:
-        return api.attention_with_kvcache(q, k, v, **options), None
-    return api.attention(q, k, v, **options, **training), None
+        return api.attention_with_kvcache(q, k, v, **options)
+    return api.attention(q, k, v, **options, **training)
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
@@ -124,10 +144,13 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         if attention_mask.dim() != 2:
             raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
                                            'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
-        # With a static cache of windows transformers asks twice: the second time for the mask that it got
         width = min(seen, kv_length)
-        begin = max(0, min(kv_offset, attention_mask.shape[1] - width))
+        # With a static cache of windows transformers asks twice: the second time for the mask that it got
+        begin = 0 if attention_mask.shape[1] == width else kv_offset
         mask = attention_mask[:, begin : begin + width]
+        if mask.shape[1] < width:
+            # What it says nothing of is padding
+            mask = F.pad(mask, (0, width - mask.shape[1]))
         padded = not mask.all()
     else:
         # A static cache may not be full
