@@ -3,15 +3,25 @@
 Each raises what a user sees: the argument's name, what was expected, what came, the way out.
 """
 
-import math
+import sys
 
 import torch
 
-from flashtile.errors import DeviceError, DtypeError, ShapeError, ValueRangeError, explain
+from flashtile.errors import DeviceError, DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 
 
 def shape_of(x) -> str:
     return f"shape {tuple(x.shape)}"
+
+
+def check_tensor(name, x, way_out="") -> None:
+    """A dense tensor. way_out: of a nested one."""
+    if not isinstance(x, torch.Tensor):
+        raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+    if x.is_nested:
+        raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", way_out))
+    if x.layout is not torch.strided:
+        raise UnsupportedError(explain(name, "a dense tensor", f"layout {x.layout}", f"Use {name}.to_dense()."))
 
 
 def check_rank(name, x, rank, layout, way_out="") -> None:
@@ -19,8 +29,8 @@ def check_rank(name, x, rank, layout, way_out="") -> None:
         raise ShapeError(explain(name, f"{rank} dims {layout}", shape_of(x), way_out))
 
 
-def check_device_type(name, x, types=("cuda", "cpu", "meta")) -> None:
-    if x.device.type not in types:
+def check_device_type(name, x) -> None:
+    if x.device.type not in ("cuda", "cpu", "meta"):
         way_out = f"Move it: {name}.to('cpu') or {name}.to('cuda')."
         raise DeviceError(explain(name, "a CUDA or CPU tensor", f"device {x.device}", way_out))
 
@@ -65,15 +75,21 @@ def check_int(name, value) -> None:
 
 def check_number(name, value) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise DtypeError(explain(name, "a number", repr(value), "Call .item() on a tensor once, outside the loop."))
+        is_tensor = isinstance(value, torch.Tensor)
+        way_out = "Call .item() on a tensor once, outside the loop." if is_tensor else f"Use float({name})."
+        raise DtypeError(explain(name, "a number", repr(value), way_out if hasattr(value, "dtype") else ""))
+
+
+def _is_finite(number) -> bool:
+    return abs(number) <= sys.float_info.max
 
 
 def check_scale(softmax_scale) -> None:
     """softmax_scale: a number, or None."""
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
+    if softmax_scale is not None and not _is_finite(softmax_scale):
         raise ValueRangeError(explain("softmax_scale", "a finite number", softmax_scale))
 
 
 def check_softcap(softcap) -> None:
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not (_is_finite(softcap) and softcap >= 0):
         raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", softcap))

@@ -20,6 +20,7 @@ from flashtile.checks import (
     check_rank,
     check_scale,
     check_softcap,
+    check_tensor,
     is_int,
     shape_of,
 )
@@ -258,8 +259,8 @@ def check_cache_arguments(operands, options):
                 continue
             expected = "an int or an int32 tensor" if name == "cache_seqlens" else "a torch.Tensor"
             raise DtypeError(explain(name, expected, type(value).__name__))
-        if value is not None and value.is_nested:
-            raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", "Pack it: cu_seqlens_q."))
+        if value is not None:
+            check_tensor(name, value, "Pack it: cu_seqlens_q.")
         if name in ("k_cache", "v_cache") and not torch.compiler.is_compiling() and value.is_neg():
             # Torch would negate a copy of it in each call
             raise UnsupportedError(explain(name, "a cache whose memory holds its numbers", "their negatives",
@@ -360,6 +361,10 @@ def _check_new(operands, batch) -> int:
     k, v, k_cache, v_cache = operands.k, operands.v, operands.k_cache, operands.v_cache
     if k is None:
         return 0
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride())):
+            way_out = "Give each sequence its slots with .contiguous(), or share pages by block_table."
+            raise ShapeError(explain(name, "slots of their own, since k is appended", f"strides {cache.stride()}", way_out))
     packed = operands.cu_seqlens_k_new is not None
     layout = "(total_new, heads, dim)" if packed else "(batch, seqlen_new, heads, dim)"
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -470,8 +475,7 @@ def _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, wind
 def check_combine(out_partial, lse_partial, out_dtype) -> None:
     """Check the arguments of `flashtile.combine`."""
     for name, x, rank in (("out_partial", out_partial, 5), ("lse_partial", lse_partial, 4)):
-        if not isinstance(x, torch.Tensor):
-            raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+        check_tensor(name, x)
         check_rank(name, x, rank, "(splits, batch, seqlen_q, heads, dim)" if rank == 5 else "(splits, batch, heads, seqlen_q)")
     if out_partial.dtype not in DTYPES[:3]:
         raise DtypeError(explain("out_partial", "dtype float32, float16 or bfloat16", out_partial.dtype))

@@ -24,6 +24,7 @@ from flashtile.checks import (
     check_rank,
     check_scale,
     check_softcap,
+    check_tensor,
     is_int,
     shape_of,
 )
@@ -274,11 +275,8 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
                     deterministic, return_lse):  # fmt: skip
     """Check what the op's schema would refuse without our words (types), and options that have no gradient."""
     for name, value in zip(Operands._fields, operands):
-        if not isinstance(value, torch.Tensor) and (value is not None or name in "qkv"):
-            raise DtypeError(explain(name, "a torch.Tensor", type(value).__name__))
-        if value is not None and value.is_nested:
-            way_out = "Pack it: attention_varlen takes its values() and offsets()."
-            raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", way_out))
+        if value is not None or name in "qkv":
+            check_tensor(name, value, "Pack it: attention_varlen takes its values() and offsets().")
     for name, value in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
         check_bool(name, value)
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap), ("dropout_p", dropout_p)):
@@ -286,7 +284,10 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
             check_number(name, value)
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise DtypeError(explain("window", "a pair (left, right) of int or None", repr(window), "Unbounded is (None, None)."))
-    if operands.cu_seqlens_q is not None or operands.cu_seqlens_k is not None:
+    if operands.cu_seqlens_q is None and operands.cu_seqlens_k is None:
+        if max_seqlen_q is not None or max_seqlen_k is not None:
+            raise ShapeError(explain("cu_seqlens_q", "a tensor, since there is a max_seqlen", None, "Use attention without."))
+    else:
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if not is_int(value):
                 way_out = "Take it where the batch is packed: int(lengths.max()) waits for the device."
@@ -340,7 +341,10 @@ def _check_qkv(q, k, v, varlen) -> None:
     if k.shape[-1] != q.shape[-1]:
         raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", f"{q.shape[-2]} and {k.shape[-2]}"))
+        swapped = not varlen and k.shape[1] and q.shape[-2] % k.shape[1] == 0
+        way_out = "From (batch, heads, seqlen, dim) use x.transpose(1, 2)." if swapped else ""
+        got = f"{q.shape[-2]} and {k.shape[-2]}"
+        raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", got, way_out))
     check_head_dims(q=q.shape[-1], v=v.shape[-1])
 
 
@@ -349,7 +353,8 @@ def check_head_dims(**dims) -> None:
     for name, dim in dims.items():
         if dim % HEAD_DIM_MULTIPLE != 0 or not 0 < dim <= MAX_HEAD_DIM:
             nearest = max(1, -(-dim // HEAD_DIM_MULTIPLE)) * HEAD_DIM_MULTIPLE
-            way_out = WIDER_HEADS if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and pass softmax_scale."
+            then = f"cut off out[..., {dim}:]" if name.startswith("v") else "pass softmax_scale"
+            way_out = WIDER_HEADS if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and {then}."
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 

@@ -162,5 +162,9 @@ def test_every_public_name_is_there():
         assert getattr(flashtile, name) is not None
     assert set(flashtile.__all__) <= set(dir(flashtile))
     assert {"mla", "compat", "integrations", "reference"} <= set(dir(flashtile)) and flashtile.mla.mla_decode
+    from flashtile import bench
+
+    for module in (flashtile.mla, bench):
+        assert set(module.__all__) <= set(dir(module))
     with pytest.raises(AttributeError, match="no attribute 'flash_atn'"):
         _ = flashtile.flash_atn

@@ -359,6 +359,8 @@ WRONG = [
     (dict(cache_seqlens=int32(5, 14), **NEW), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 13"),
     (dict(cache_seqlens=None, **NEW), ShapeError, "cache_seqlens: expected the lengths before the append"),
     (dict(k=NEW["k"]), ShapeError, "v: expected a tensor, since k is given"),
+    (dict(k_cache=torch.zeros(1, 16, 2, 16).expand(2, -1, -1, -1), **NEW), ShapeError, "k_cache: expected slots of their own"),
+    (dict(q=torch.zeros(2, 1, 4, 16).to_sparse()), UnsupportedError, "q: expected a dense tensor"),
     (dict(k=torch.zeros(2, 3, 2, 8), v=NEW["v"]), ShapeError, "k: expected heads and dim of k_cache"),
     (dict(k=NEW["k"].half(), v=NEW["v"]), DtypeError, "k: expected the dtype of the cache"),
     (dict(PAGED, cache_seqlens=int32(5, 13)), ValueRangeError, r"cache_seqlens\[1\]: expected 0 to 12"),

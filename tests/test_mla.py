@@ -276,6 +276,23 @@ def test_heads_may_lie_far_apart(monkeypatch):
         assert torch.equal(mla_decode(**arguments | {name: far}), expected)
 
 
+def test_meta_tensors_give_shapes():
+    tensors = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in plain().items()}
+    out, lse = mla_decode(**tensors, return_lse=True)
+    expected, expected_lse = mla_decode(**plain(), return_lse=True)
+    assert out.is_meta and lse.is_meta
+    for got, like in ((out, expected), (lse, expected_lse)):
+        assert (got.shape, got.dtype) == (like.shape, like.dtype)
+
+
+@pytest.mark.parametrize("pack", [pack_fp8, unpack_fp8])
+def test_packing_says_what_it_takes(pack):
+    with pytest.raises(flashtile.DtypeError, match="kv_cache: expected a torch.Tensor, got NoneType"):
+        pack(None)
+    with pytest.raises(flashtile.DtypeError, match="dtype: expected a floating dtype, got torch.int32"):
+        unpack_fp8(pack_fp8(torch.zeros(2, 576)), torch.int32)
+
+
 def test_pack_fp8():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(5, 7, 1, 576, generator=generator) * torch.logspace(-3, 3, 5)[:, None, None, None]
@@ -360,6 +377,8 @@ WRONG = {
     "sinks_dtype": (dict(sinks=torch.zeros(4, dtype=torch.int32)), flashtile.DtypeError, "sinks"),
     "scale": (dict(softmax_scale=float("nan")), flashtile.ValueRangeError, "softmax_scale"),
     "head_dim_v_type": (dict(head_dim_v=None), flashtile.DtypeError, "head_dim_v: expected an int, got None"),
+    "return_lse": (dict(return_lse="no"), flashtile.DtypeError, "return_lse: expected True or False"),
+    "nested": (dict(q=torch.nested.nested_tensor([Q[0], Q[1]])), flashtile.UnsupportedError, "q: expected a tensor with one"),
     "gradient": (dict(q=Q.clone().requires_grad_()), flashtile.UnsupportedError, "no backward pass"),
     "schedule": (dict(schedule=3), flashtile.DtypeError, "schedule: expected a Schedule"),
 }

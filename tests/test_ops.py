@@ -308,7 +308,7 @@ def test_preferred_tier(monkeypatch):
     ):
         flashtile.attention(*qkv(17))
     monkeypatch.setenv("FLASHTILE_TIER", "fastest")
-    with pytest.raises(flashtile.UnsupportedError, match="no tier is called 'fastest'; there are .*portable"):
+    with pytest.raises(flashtile.UnsupportedError, match="FLASHTILE_TIER: expected some of .*portable.* got 'fastest'"):
         flashtile.attention(*qkv(17))
 
 

@@ -153,9 +153,21 @@ WRONG_CALLS = [
     (lambda: describe(softmax_scale=torch.ones(())), DtypeError,
      "softmax_scale: expected a number, got tensor(1.). Call .item() on a tensor once, outside the loop."),
     (lambda: describe(softcap=None), DtypeError,
-     "softcap: expected a number, got None. Call .item() on a tensor once, outside the loop."),
+     "softcap: expected a number, got None."),
+    (lambda: describe(softcap=X.numpy()[0, 0, 0, 0]), DtypeError, f"softcap: expected a number, got {X.numpy()[0, 0, 0, 0]!r}. "
+     "Use float(softcap)."),
+    (lambda: describe(softmax_scale=10**400), ValueRangeError, f"softmax_scale: expected a finite number, got {10**400}."),
+    (lambda: describe(q=X.to_sparse()), UnsupportedError, "q: expected a dense tensor, got layout torch.sparse_coo. "
+     "Use q.to_dense()."),
+    (lambda: describe(max_seqlen_q=5), ShapeError,
+     "cu_seqlens_q: expected a tensor, since there is a max_seqlen, got None. Use attention without."),
+    (lambda: describe(k=X.transpose(1, 2), v=X.transpose(1, 2)), ShapeError,
+     "q: expected heads that are a multiple of the heads of k and v, got 4 and 5. "
+     "From (batch, heads, seqlen, dim) use x.transpose(1, 2)."),
+    (lambda: describe(v=X[..., :12]), ShapeError,
+     "v: expected a head dim of 8 to 256 in steps of 8, got 12. Pad with zeros to 16 and cut off out[..., 12:]."),
     (lambda: describe(dropout_p=True), DtypeError,
-     "dropout_p: expected a number, got True. Call .item() on a tensor once, outside the loop."),
+     "dropout_p: expected a number, got True."),
     (lambda: describe(window=4), DtypeError,
      "window: expected a pair (left, right) of int or None, got 4. Unbounded is (None, None)."),
     (lambda: describe(window=(1, 2, 3)), DtypeError,

@@ -29,3 +29,7 @@ def __getattr__(name):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'flashtile.bench' has no attribute {name!r}")
     return getattr(_import_module(_PUBLIC[name]), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

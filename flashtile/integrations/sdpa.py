@@ -13,7 +13,8 @@ Grouped heads arrive here as torch repeats them.
 
 As in torch's own flash backend, causal is aligned bottom-right in the operators; F.scaled_dot_product_attention passes it on
 for seqlen_q == seqlen_k alone. A row without a visible key has lse -inf: merging parts by lse stays right. The dropout mask is
-flashtile's own.
+flashtile's own. num_splits of varlen_attn is used with a block_table alone: without one the order of sums of a sequence may
+depend on the rest of the batch, also with num_splits=1.
 """
 
 import torch

@@ -38,3 +38,7 @@ def __getattr__(name):
     value = getattr(_import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

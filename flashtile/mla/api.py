@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashtile.calls import again
-from flashtile.checks import check_bool, check_int, check_int32, check_number
+from flashtile.checks import check_bool, check_int, check_int32, check_number, check_tensor
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
 from flashtile.mla.problem import HEAD_DIM_V, MlaOperands
@@ -125,6 +125,7 @@ def mla_decode(
     call = ops.known(operands, options)
     if call is None:
         check_types(causal, softmax_scale, head_dim_v, **operands._asdict())
+        check_bool("return_lse", return_lse)
         check_no_gradients("mla_decode", (q, kv_cache, sinks))
         if is_autocast(q):
             # The cache stays what it is
@@ -139,8 +140,8 @@ def mla_decode(
 
 def _check_tensors(**tensors) -> None:
     for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor) and (x is not None or name in ("q", "kv_cache")):
-            raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+        if x is not None or name in ("q", "kv_cache"):
+            check_tensor(name, x)
 
 
 def check_types(causal, softmax_scale, head_dim_v, **tensors) -> None:

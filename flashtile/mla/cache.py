@@ -6,6 +6,7 @@ DeepSeek-V3.2; the rotary part keeps its 16 bits.
 
 import torch
 
+from flashtile.checks import check_tensor
 from flashtile.errors import DtypeError, ShapeError, explain
 
 LATENT_DIM = 512
@@ -31,6 +32,7 @@ def pack_fp8(kv_cache: torch.Tensor) -> torch.Tensor:
     Raises:
         ShapeError, DtypeError.
     """
+    check_tensor("kv_cache", kv_cache)
     if kv_cache.shape[-1:] != (LATENT_DIM + ROPE_DIM,):
         raise ShapeError(explain("kv_cache", f"a last dim of {LATENT_DIM + ROPE_DIM}", f"shape {tuple(kv_cache.shape)}"))
     if not kv_cache.is_floating_point() or kv_cache.element_size() < 2:
@@ -63,6 +65,9 @@ def unpack_fp8(kv_cache: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> t
     Raises:
         ShapeError, DtypeError.
     """
+    check_tensor("kv_cache", kv_cache)
+    if not dtype.is_floating_point:
+        raise DtypeError(explain("dtype", "a floating dtype", dtype))
     if kv_cache.dtype not in DTYPES:
         raise DtypeError(explain("kv_cache", "dtype uint8, int8 or float8_e4m3fn", kv_cache.dtype))
     if kv_cache.shape[-1:] != (TOKEN_BYTES,):

@@ -154,7 +154,7 @@ def check_queries_and_cache(q, kv_cache) -> bool:
     check_rank("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     way_out = "Add the dim of latent heads: kv_cache.unsqueeze(2)." if kv_cache.dim() == 3 else ""
     check_rank("kv_cache", kv_cache, 4, "(pages, page_size, heads_kv, head_dim)", way_out)
-    check_device_type("q", q, ("cuda", "cpu"))
+    check_device_type("q", q)
     check_device("kv_cache", kv_cache, q.device)
     if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else DTYPES):
         raise DtypeError(explain("q", "dtype bfloat16 or float16", q.dtype, "Cast q and the cache."))
