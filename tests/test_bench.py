@@ -126,7 +126,8 @@ def test_grammar_of_lists():
 
 @pytest.mark.parametrize("parse, text", [
     (parse_ints, ""), (parse_ints, "0"), (parse_ints, "-3"), (parse_ints, "1.5"), (parse_ints, "2k..1k"), (parse_ints, "1,,2"),
-    (parse_ints, "x"), (parse_head_dims, "64-"), (parse_window, "128"), (parse_window, "a,b"),
+    (parse_ints, "x"), (parse_ints, "1k.."), (parse_ints, "..1k"), (parse_head_dims, "64-"),
+    (parse_window, "128"), (parse_window, "a,b"), (parse_window, "-2,0"),
 ])  # fmt: skip
 def test_grammar_refuses(parse, text):
     with pytest.raises(UsageError, match="expected"):
@@ -370,6 +371,26 @@ def test_compare_pairs_every_backend_with_the_baseline_and_with_flashtile():
     assert {row["baseline"] for row in report.geomeans()} == {"naive", "sdpa"}
     with pytest.raises(UsageError, match="baseline"):
         bench.compare(SMALL, ["flashtile", "naive"], baseline="sdpa", device="cpu")
+
+
+def test_names_may_be_text():
+    report = bench.compare(SMALL, "flashtile", "fwd", device="cpu", settings=QUICK)
+    assert [(r.backend, r.mode, r.status) for r in report.results] == [("flashtile", "fwd", "ok")]
+    report = bench.compare(SMALL, "naive, sdpa_math", "fwd,bwd", device="cpu", settings=QUICK)
+    assert {(r.backend, r.mode) for r in report.results} == {(b, m) for b in ("naive", "sdpa-math") for m in ("fwd", "bwd")}
+    with pytest.raises(UsageError, match="backend: expected some of flashtile, .*got 'flash'"):
+        bench.compare(SMALL, "flash", device="cpu")
+    with pytest.raises(UsageError, match="mode: expected .*got 'forward'"):
+        bench.run(SMALL, modes="forward", device="cpu")
+
+
+def test_a_row_that_is_missing_is_refused_with_those_there_are():
+    report = bench.run(SMALL, modes=["fwd"], device="cpu", settings=QUICK)
+    with pytest.raises(UsageError, match=rf"rows \({SMALL.label()} flashtile fwd\), got {SMALL.label()} flashtile decode"):
+        report.one(mode="decode")
+    report.results.clear()
+    with pytest.raises(UsageError, match="it has none"):
+        report.one()
 
 
 def test_a_wrong_backend_is_not_timed(monkeypatch):

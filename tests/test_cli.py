@@ -133,6 +133,65 @@ def test_decode_over_a_latent_cache(capsys):
     assert code != 0 and "whole pages of 64 tokens" in capsys.readouterr().out
 
 
+def test_a_latent_cache_is_decoded_where_no_mode_is_given(capsys):
+    small = ["-b", "1", "-s", "64", "--nheads", "4", "--device", "cpu", "--no-roof", "--no-progress", "--repeats", "3"]
+    for command in (["run"], ["compare", "--backend", "flashtile,naive"]):
+        code, document, _ = _run_json(capsys, *command, "--preset", "deepseek-mla-decode", *small)
+        assert code == 0 and {row["mode"] for row in document["results"]} == {"decode"}
+    code, document, _ = _run_json(capsys, "run", "-d", "576-512", "--nheads-kv", "1", *small)
+    assert code == 0 and document["results"][0]["config"]["seqlen_q"] == 1
+    for flags in (["--mode", "fwd"], ["--no-grad"]):
+        assert cli.main(["run", "--preset", "deepseek-mla-decode", *small, *flags]) == 2
+        assert "--mode decode" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "scale", "regress", "sweep"])
+@pytest.mark.parametrize("flags", ["--timer graph", "--timer kernel", "--timer event", "--l2 cold"])
+def test_what_a_cpu_has_not_is_refused(command, flags, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command, *SMALL, *flags.split()]) == 2
+    err = capsys.readouterr().err
+    assert "on a CPU, got" in err and "caches stay warm" in err
+
+
+@pytest.mark.parametrize("flags", ["", "--timer cpu --l2 warm", "--timer wall"])
+def test_what_a_cpu_has_is_taken(flags, capsys):
+    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", *flags.split())
+    assert code == 0 and (document["settings"]["timer"], document["settings"]["l2"]) == ("cpu", "warm")
+
+
+@pytest.mark.parametrize("line, words", [
+    ("--hidden 100", "hidden: expected a multiple of headdim 16, got 100"),
+    ("--hidden 64,72", "hidden: expected a multiple of headdim 16, got 72"),
+    ("--total-tokens 100", "total-tokens: expected a multiple of seqlen 64, got 100"),
+    ("--total-tokens 32", "total-tokens: expected a multiple of seqlen 64, got 32"),
+    ("--timeout 0", "timeout: expected"), ("--window -2,0", "window: expected 0 or more keys on a side"),
+    ("-s 1k..", "seqlen: expected a range with both ends, such as 1k..16k, got '1k..'"),
+    ("-d 64-", "headdim: expected a head dim such as"),
+])  # fmt: skip
+def test_values_that_fit_nothing_are_refused_by_their_flag(line, words, capsys):
+    given = {"--hidden": ("--nheads", "2"), "--total-tokens": ("-b", "1")}.get(line.split()[0], ())
+    start = SMALL.index(given[0]) if given else 0
+    assert cli.main(["run", *SMALL[:start], *SMALL[start + len(given):], *line.split()]) == 2
+    assert f"flashtile: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fraction, noted", [(1.2, True), (0.9, False)])
+def test_more_than_the_roof_is_explained(fraction, noted, capsys, monkeypatch):
+    from flashtile.bench import roofline
+
+    monkeypatch.setattr(roofline.Roof, "fraction", lambda *_: (fraction, "compute"))
+    roof = roofline.Roof("float32", 1024, 1.0, 1e9)
+    monkeypatch.setattr(roofline, "measure", lambda *_: roof)
+    assert cli.main(["run", *(word for word in QUICK if word != "--no-roof"), "--mode", "fwd"]) == 0
+    assert ("over 100% of the roof: " in capsys.readouterr().out) == noted
+
+
+def test_files_that_commands_write_here_are_ignored_by_git():
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"/flashtile-exercises/", "/sweep.jsonl", "/sweep.csv", "/sweep.md", "/report.html"} <= set(lines)
+
+
 def test_defaults_are_the_seeds():
     from flashtile.cli.common import ShapeFlags
 
@@ -215,9 +274,26 @@ def test_usage_errors_exit_2_and_say_why(line, capsys, monkeypatch):
     assert captured.out == "" and captured.err and "Traceback" not in captured.err
 
 
-def test_refused_shapes_exit_2(capsys):
-    assert cli.main(["run", *QUICK, "-d", "300"]) == 2
-    assert "head dim of 8 to 256" in capsys.readouterr().out
+@pytest.mark.parametrize("dims", ["300", "63", "64-63"])
+def test_refused_shapes_exit_2(dims, capsys, monkeypatch):
+    """Once, by the name of the flag, and before the roof is measured."""
+    from flashtile.bench import roofline
+
+    monkeypatch.setattr(roofline, "measure", None)
+    assert cli.main(["run", *(word for word in QUICK if word != "--no-roof"), "-d", dims]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("--headdim: expected a head dim of 8 to 256") == 1
+
+
+def test_some_shapes_that_are_refused_are_rows(capsys):
+    code, document, _ = _run_json(capsys, "run", *QUICK, "-d", "12,16", "--mode", "fwd")
+    assert code == 0 and [row["status"] for row in document["results"]] == ["refused", "ok"]
+
+
+def test_a_refusal_is_said_once(capsys):
+    assert cli.main(["run", *QUICK, "--softcap", "20", "--backend", "sdpa"]) == 2
+    out = capsys.readouterr().out
+    assert out.count("SDPA has no softcap") == 1 and out.count("as above") == 1
 
 
 def test_mismatch_exits_3(capsys, monkeypatch):

@@ -73,6 +73,9 @@ def test_a_users_file_adds_presets(capsys):
     Path("flashtile.toml").write_text(text)
     assert [(c.batch, c.seqlen_k, c.softcap) for c in build_cases("mine")] == [(3, 64, 20.0), (3, 128, 20.0)]
     assert cli.main(["presets"]) == 0 and "my model" in capsys.readouterr().out
+    Path("flashtile.toml").write_text("[presets.x]\nbatchh = 1\n")
+    with pytest.raises(UsageError, match=r"presets\.x: expected some of about, batch, seqlen, .*got 'batchh'"):
+        build_cases("x")
     for wrong in ("[presets.x]\nbatchsize = 1\n", "presets = 3\n", "[[[", '[presets.x]\nbatch = "many"\n'):
         Path("flashtile.toml").write_text(wrong)
         with pytest.raises(UsageError, match="flashtile.toml"):
@@ -256,6 +259,70 @@ def test_regress_refuses_what_can_not_be_compared(capsys):
     assert "same GPU" in capsys.readouterr().err
 
 
+def _git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def made_checkout(folder):
+    """A git repository with a flashtile, committed."""
+    (folder / "flashtile").mkdir(parents=True)
+    (folder / "flashtile" / "__init__.py").write_text("version = 'kept'\n")
+    _git(folder, "init", "-q")
+    _git(folder, "add", "flashtile")
+    _git(folder, "commit", "-q", "-m", "one")
+    return folder
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_revisions_are_those_of_the_current_folder_where_flashtile_is_installed(inside, monkeypatch, tmp_path):
+    """Also where the environment lies inside of the checkout, whose git then knows site-packages, but not what is in there."""
+    from contextlib import ExitStack
+
+    checkout = made_checkout(tmp_path / "checkout")
+    installed = (checkout if inside else tmp_path) / "site-packages"
+    shutil.copytree(checkout / "flashtile", installed / "flashtile")
+    monkeypatch.setattr(regress, "ROOT", installed)
+    (checkout / "docs").mkdir()
+    for folder in (checkout, checkout / "docs"):
+        monkeypatch.chdir(folder)
+        with ExitStack() as stack:
+            version = regress.locate("HEAD", stack)
+            assert (version.folder / "flashtile" / "__init__.py").read_text() == "version = 'kept'\n"
+    assert regress._commit(installed) is None and regress._commit(checkout) == version.commit
+    with pytest.raises(UsageError, match="or a git revision of checkout, got none"):
+        regress.locate("no-such-thing", ExitStack())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="installed without -e: .*pass a folder"):
+        regress.locate("HEAD", ExitStack())
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_a_regress_that_is_ended_leaves_no_folder(tmp_path):
+    import signal
+    import time
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-m", "flashtile", *REGRESS], env=environment, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("flashtile-regress-*/flashtile/bench")) and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in err
+    assert not list(tmp_path.glob("flashtile-regress-*"))
+
+
+def test_an_interrupted_measurement_is_compared_with_nothing(monkeypatch):
+    row = {"backend": "flashtile", "stats": {}, "config": CASE.config(), "mode": "fwd"}
+    monkeypatch.setattr(engine._Measurement, "_case", lambda self, case: (_ for _ in ()).throw(KeyboardInterrupt))
+    version = regress.Version("now", folder=regress.ROOT)
+    row["stats"] = {"median": 1.0}
+    with pytest.raises(KeyboardInterrupt):
+        regress._measure_like({"results": [row]}, version, "cpu", engine.Settings(roof=False))
+
+
 def made_row(changes, noise=0.001):
     """A row whose pairs of processes have these changes."""
     row = regress.Row(CASE, "fwd")
@@ -389,12 +456,20 @@ def test_profile_prints_its_command_without_a_gpu_or_the_tool(tool, words, capsy
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("arguments, words", [
-    (["profile", "--tool", "ncu", "--device", "cpu"], "--tool torch"), (["monitor"], "no GPU"), (["tune"], "no GPU"),
-    (["profile", "--device", "cuda"], "no GPU"),
+    (["profile", "--tool", "ncu", "--device", "cpu"], "--tool torch"), (["profile", "--device", "cuda"], "no GPU"),
 ])  # fmt: skip
 def test_missing_hardware_or_tool_exits_6_and_says_the_way_out(arguments, words, capsys):
     assert cli.main(arguments) == 6
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", ["monitor", "tune"])
+def test_no_cpu_is_offered_where_none_will_do(command, capsys):
+    for flags, words in (([], "no GPU that torch"), (["--device", "cpu"], "needs a GPU")):
+        assert cli.main([command, *flags]) == 6
+        err = capsys.readouterr().err
+        assert words in err and "Try --device cpu" not in err
 
 
 def test_a_missing_tool_says_where_it_comes_from(monkeypatch):
@@ -444,7 +519,7 @@ def test_proton_is_read(tmp_path):
 
 
 def test_monitor_prints_what_the_driver_says(capsys, monkeypatch):
-    monkeypatch.setattr(engine, "resolve_device", lambda name: torch.device("cuda:0"))
+    monkeypatch.setattr(engine, "resolve_device", lambda name, gpu_for: torch.device("cuda:0"))
     monkeypatch.setattr(telemetry, "open_gpu", lambda device: (None, None))
     now = {"sm_mhz": 1755, "mem_mhz": 3201, "power_w": 699.6, "temperature_c": 61, "reasons": 4}
     monkeypatch.setattr(telemetry, "read", lambda gpu: now)
@@ -561,6 +636,15 @@ def test_profile_refuses_no_calls():
 
 def test_regress_keeps_no_baseline():
     assert cli.main(["regress", *SMALL, "--save", "name"]) == 2
+
+
+def test_report_names_what_is_no_record(capsys):
+    pytest.importorskip("matplotlib")
+    Path("text.json").write_text("hello")
+    for name, words in (("nope", "or a folder of them, got no such file"), ("text.json", "got text that is none")):
+        assert cli.main(["report", name, "--no-progress"]) == 2
+        err = capsys.readouterr().err
+        assert f"flashtile: {name}: expected a record" in err and words in err and "Errno" not in err
 
 
 def test_report_on_stdout_is_nothing_but_the_page(capsys):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from flashtile.errors import FlashtileError
+from flashtile.errors import FlashtileError, explain
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 MODES = ("fwd", "bwd", "fwd_bwd")
@@ -241,6 +241,8 @@ def parse_ints(text: str, flag: str = "list") -> list[int]:
         if not dots:
             values.append(parse_int(item, flag))
             continue
+        if not first.strip() or not last.strip():
+            raise UsageError(f"{flag}: expected a range with both ends, such as 1k..16k, got {item!r}.")
         value, stop = parse_int(first, flag), parse_int(last, flag)
         if stop < value:
             raise UsageError(f"{flag}: expected a range that grows, such as 1k..16k, got {item!r}.")
@@ -256,6 +258,8 @@ def parse_head_dims(text: str, flag: str = "headdim") -> list[tuple[int, int]]:
     for item in str(text).split(","):
         if "-" in item:
             qk, _, v = item.partition("-")
+            if not qk.strip() or not v.strip():
+                raise UsageError(f"{flag}: expected a head dim such as 128 or 192-128, got {item!r}.")
             pairs.append((parse_int(qk, flag), parse_int(v, flag)))
         else:
             pairs += [(dim, dim) for dim in parse_ints(item, flag)]
@@ -267,7 +271,15 @@ def parse_window(text: str, flag: str = "window") -> tuple[int | None, int | Non
     sides = [side.strip().lower() for side in text.split(",")]
     if len(sides) != 2:
         raise UsageError(f"{flag}: expected LEFT,RIGHT such as 128,0 (-1 is unbounded), got {text!r}.")
-    return tuple(None if side in ("", "none", "-1") else 0 if side == "0" else parse_int(side, flag) for side in sides)
+    return tuple(None if side in ("", "none", "-1") else 0 if side == "0" else _parse_keys(side, flag) for side in sides)
+
+
+def _parse_keys(side, flag):
+    """A side of a window that has an end."""
+    try:
+        return parse_int(side, flag)
+    except UsageError:
+        raise UsageError(f"{flag}: expected 0 or more keys on a side, or -1 for all of them, got {side!r}.") from None
 
 
 def parse_choices(text: str, choices, flag: str) -> list[str]:
@@ -301,7 +313,8 @@ def _window_text(window) -> str:
 class Shape:
     """What a user can give, as text in the grammar of the module; None is not given. Each list multiplies the number of cases.
 
-    total_tokens sets batch = total_tokens / seqlen; hidden sets nheads = hidden / headdim. causal is "no", "yes" or "both".
+    total_tokens sets batch = total_tokens / seqlen; hidden sets nheads = hidden / headdim; both are multiples of what divides
+    them. causal is "no", "yes" or "both".
     """
 
     batch: str | None = None
@@ -366,10 +379,12 @@ class Shape:
         total = getattr(self, total_name)
         if not total:
             return parse_ints(getattr(self, name) or default, name)
-        quotients = [value // divisor for value in parse_ints(total, total_name.replace("_", "-"))]
-        if min(quotients) < 1:
-            raise UsageError(f"{total_name.replace('_', '-')}: expected at least {divisor}, got {total}.")
-        return quotients
+        flag, of = total_name.replace("_", "-"), "seqlen" if name == "batch" else "headdim"
+        values = parse_ints(total, flag)
+        for value in values:
+            if value % divisor:
+                raise UsageError(explain(flag, f"a multiple of {of} {divisor}", value, f"--{name} sets the {name} itself."))
+        return [value // divisor for value in values]
 
 
 def _drawn(count: int, most_flops: float = 2e11) -> tuple[Shape, ...]:
@@ -430,7 +445,7 @@ PRESETS = {
                               softcap=50.0),
     "deepseek-v3-prefill": _one("DeepSeek V3, uncompressed heads", 1, 4096, 128, "192-128", "yes"),
     "llama3-8b-decode": _one("Llama 3 8B, a new token after 8k", 16, 8192, 32, 128, "yes", nheads_kv="8", seqlen_q="1"),
-    "deepseek-mla-decode": _one("DeepSeek V3, a new token after 8k over its latent cache; with --mode decode", 128, 8192, 128,
+    "deepseek-mla-decode": _one("DeepSeek V3, a new token after 8k over its latent cache", 128, 8192, 128,
                                 "576-512", "yes", nheads_kv="1", seqlen_q="1"),
     "guide-small": _listed("small forward cases", (1, 32, 4, 16), (1, 64, 8, 32), (2, 128, 8, 32)),
     "guide-medium": _listed("medium forward cases", (4, 256, 16, 64), (8, 512, 16, 64), (16, 512, 32, 64)),
@@ -565,9 +580,12 @@ def presets() -> dict[str, Preset]:
         return PRESETS
     try:
         tables = tomllib.loads(USER_PRESETS.read_text(encoding="utf-8")).get("presets", {})
-        own = {}
+        own, known = {}, [field.name for field in fields(Shape)]
         for name, table in tables.items():
             about = str(table.pop("about", "of flashtile.toml"))
+            for key in table:
+                if key not in known:
+                    raise UsageError(f"presets.{name}: expected some of about, {', '.join(known)}, got {key!r}.")
             own[name] = Preset(about, (Shape(**{key: _of_toml(key, value) for key, value in table.items()}),))
             own[name].cases()
     except (ValueError, TypeError, AttributeError) as error:

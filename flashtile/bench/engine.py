@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashtile.bench import gate, measure, peers, record, roofline, stats
-from flashtile.bench.cases import DECODE, DTYPES, FORWARD_MODES, MODES, BenchCase, UsageError, make_inputs
+from flashtile.bench.cases import DECODE, DTYPES, FORWARD_MODES, MODES, BenchCase, UsageError, make_inputs, parse_choices
 from flashtile.bench.stats import Speedup, Summary
 from flashtile.bench.telemetry import Telemetry
-from flashtile.errors import FlashtileError
+from flashtile.errors import FlashtileError, explain
 
 SUBJECT = "flashtile"
 DEFAULT_MODES = ("fwd", "bwd")
@@ -52,7 +52,8 @@ class Settings:
         for name in ("rep_ms", "repeats", "timeout_s", "rounds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{name.replace('_', '-')}: expected a finite number above 0, got {value}.")
+                flag = name.removesuffix("_s").replace("_", "-")
+                raise UsageError(f"{flag}: expected a finite number above 0, got {value}.")
         if self.show_values < 0:
             raise UsageError(f"show-values: expected 0 or more, got {self.show_values}.")
         if not -(2**63) <= self.seed < 2**63:
@@ -184,9 +185,20 @@ class Report:
         return any(result.ok and not result.target_met for result in self.results)
 
     def one(self, case=None, backend=SUBJECT, mode="fwd") -> Result:
-        """The result of a case (default the first), backend and mode."""
-        case = self.results[0].case if case is None else case
-        return next(r for r in self.results if (r.case, r.backend, r.mode) == (case, backend, mode))
+        """The result of a case (default the first), backend and mode.
+
+        Raises:
+            UsageError: no such row; says which there are.
+        """
+        if case is None and self.results:
+            case = self.results[0].case
+        for result in self.results:
+            if (result.case, result.backend, result.mode) == (case, backend, mode):
+                return result
+        rows = list(dict.fromkeys(f"{r.case.label()} {r.backend} {r.mode}" for r in self.results))
+        there = "; ".join(rows[:8]) + (f"; and {len(rows) - 8} more" if len(rows) > 8 else "")
+        wanted = f"{case.label()} {backend} {mode}" if case else f"{backend} {mode}"
+        raise UsageError(explain("report", f"one of its rows ({there or 'it has none'})", wanted))
 
     def comparison(self, case, mode, candidate, baseline) -> Comparison | None:
         key = (case, mode, candidate, baseline)
@@ -239,8 +251,10 @@ class Listener:
         """All modes of a case are done."""
 
 
-def resolve_device(device: str | None) -> torch.device:
+def resolve_device(device: str | None, gpu_for: str = "") -> torch.device:
     """A torch.device from "cuda:0", "cpu" or None (the GPU, where there is one).
+
+    gpu_for: what a CPU can't do, where it is asked for no other: its message then offers none.
 
     Raises:
         UsageError: no such device. peers.Unavailable: a GPU is asked for and there is none.
@@ -253,10 +267,13 @@ def resolve_device(device: str | None) -> torch.device:
         raise UsageError(f"device: expected cuda, cuda:N or cpu, got {device!r}.") from None
     if device.type not in ("cuda", "cpu"):
         raise UsageError(f"device: expected cuda, cuda:N or cpu, got {device.type!r}.")
+    if device.type == "cpu" and gpu_for:
+        raise peers.Unavailable(f"device cpu: {gpu_for} needs a GPU.")
     if device.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise peers.Unavailable(f"device {device}: no GPU that torch {torch.__version__} can use. Try --device cpu.")
+        way_out = f"{gpu_for[0].upper()}{gpu_for[1:]} needs one." if gpu_for else "Try --device cpu."
+        raise peers.Unavailable(f"device {device}: no GPU that torch {torch.__version__} can use. {way_out}")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise peers.Unavailable(f"device cuda:{index}: there are {torch.cuda.device_count()} GPUs, numbered from 0.")
@@ -277,7 +294,7 @@ def run(case, backend=SUBJECT, modes=DEFAULT_MODES, *, device=None, settings=Non
     Args:
         case: BenchCase, or several.
         backend: a name of peers.BACKENDS.
-        modes: some of "fwd", "bwd" (autograd.grad over a kept graph), "fwd_bwd".
+        modes: some of "fwd", "bwd" (autograd.grad over a kept graph), "fwd_bwd", or "decode" alone; also as text "fwd,bwd".
     Returns:
         Report with a Result for each case and mode, also where a backend can't run.
     """
@@ -288,21 +305,28 @@ def compare(cases, backends=(SUBJECT, "sdpa", "naive"), modes=DEFAULT_MODES, *, 
             listener=None, resume=None) -> Report:  # fmt: skip
     """Time several backends on cases, interleaved, and compare them.
 
-    Args as in `run`; baseline: the backend that all are compared with, default `default_baseline(backends)`. flashtile is
-    also compared with each. resume: a document of an earlier run of the same, whose rows are kept and not measured again.
+    Args as in `run`; backends: names, or text as `--backend` takes it; baseline: the backend that all are compared with,
+    default `default_baseline(backends)`. flashtile is also compared with each. resume: a document of an earlier run of the
+    same, whose rows are kept and not measured again.
     Returns:
         Report; comparisons has the speedups with their intervals and verdicts.
     """
+    backends = peers.parse_backends(backends) if isinstance(backends, str) else list(backends)
     baseline = baseline or default_baseline(backends)
     if baseline not in backends:
         raise UsageError(f"baseline: expected one of the backends {', '.join(backends)}, got {baseline!r}.")
-    return _Measurement(cases, list(backends), modes, device, settings, listener, baseline, resume).go()
+    return _Measurement(cases, backends, modes, device, settings, listener, baseline, resume).go()
 
 
 def default_baseline(backends) -> str:
     """sdpa where it is among them, else the first that isn't flashtile."""
     others = [name for name in backends if name != SUBJECT]
     return "sdpa" if "sdpa" in others else others[0] if others else SUBJECT
+
+
+def list_of_modes(modes) -> list[str]:
+    """Modes as a list; text is one as `--mode` takes it."""
+    return parse_choices(modes, (*MODES, DECODE), "mode") if isinstance(modes, str) else list(modes)
 
 
 @dataclass
@@ -323,7 +347,7 @@ class _Measurement:
 
     def __init__(self, cases, backends, modes, device, settings, listener, baseline, resume=None):
         self.cases = [cases] if isinstance(cases, BenchCase) else list(cases)
-        self.backends, self.modes, self.baseline = backends, list(modes), baseline
+        self.backends, self.modes, self.baseline = backends, list_of_modes(modes), baseline
         for mode in self.modes:
             if mode not in MODES and self.modes != [DECODE]:
                 raise UsageError(f"mode: expected some of {', '.join(MODES)}, or {DECODE} alone, got {','.join(self.modes)!r}.")

@@ -20,6 +20,7 @@ from textwrap import shorten
 
 from flashtile import settings
 from flashtile.bench.cases import DECODE, DTYPES, MODES
+from flashtile.errors import explain
 
 SCHEMA = "flashtile-bench/1"
 STATUSES = ("ok", "mismatch", "unavailable", "refused", "skipped", "oom", "error")
@@ -184,8 +185,11 @@ def load(path) -> dict:
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = from_lines(text) if str(path).endswith(".jsonl") else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        raise UsageError(explain(path, "a record, as --json writes it", got)) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(explain(path, "a record, as --json writes it", f"text that is none: {error}")) from None
     wrong = problems(document)
     if wrong:
         raise UsageError(f"{path}: not a {SCHEMA} document: {'; '.join(wrong[:3])}.")

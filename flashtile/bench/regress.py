@@ -18,6 +18,7 @@ from pathlib import Path
 from flashtile.bench import engine, measure, record, stats
 from flashtile.bench.cases import BenchCase, UsageError
 from flashtile.bench.side import Side
+from flashtile.errors import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINES = Path(".flashtile-bench")
@@ -62,7 +63,7 @@ class Row:
 
 def locate(name: str, stack: ExitStack, device=None) -> Version:
     """The version of a name: a folder with flashtile, a record, a baseline that --save kept for this GPU, or a git revision
-    of this checkout. Temporary folders live as long as the stack.
+    of the checkout that flashtile lies in, else of the one of the current folder. Temporary folders live as long as the stack.
 
     Raises:
         UsageError: none of them.
@@ -76,16 +77,47 @@ def locate(name: str, stack: ExitStack, device=None) -> Version:
             document = record.load(candidate)
             git = document["env"]["git"]
             return Version(str(candidate), document=document, commit=git and git["commit"])
-    try:
-        commit = _git(ROOT, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
-    except (OSError, subprocess.SubprocessError):
+    checkout = _checkout()
+    commit = _revision(checkout, name) if checkout else None
+    if commit is None:
         kept = sorted(p.stem for p in saved.parent.glob("*.json")) if saved else []
-        raise UsageError(f"{name}: expected a folder with flashtile, a record (.json), a baseline of --save "
-                         f"({', '.join(kept) or 'there is none'}), or a git revision of {ROOT.name}.") from None  # fmt: skip
+        expected = (f"a folder with flashtile, a record (.json), a baseline of --save ({', '.join(kept) or 'there is none'}), "
+                    f"or a git revision{f' of {checkout.name}' if checkout else ''}")  # fmt: skip
+        way_out = "" if checkout else ("flashtile lies in no checkout, as it does when installed without -e: start this in "
+                                       "one, or pass a folder.")  # fmt: skip
+        raise UsageError(explain(name, expected, "none of them", way_out))
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashtile-regress-")))
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, "flashtile"], check=True, capture_output=True).stdout
+    command = ["git", "-C", str(checkout), "archive", commit, "flashtile"]
+    archive = subprocess.run(command, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return Version(name, folder=folder, commit=commit)
+
+
+def _checkout() -> Path | None:
+    """A folder that git keeps flashtile in: the one of this code or, where that is installed without -e, the current one's."""
+    if _is_kept(ROOT):
+        return ROOT
+    try:
+        top = Path(_git(".", "rev-parse", "--show-toplevel"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return top if _is_kept(top) else None
+
+
+def _revision(checkout, name) -> str | None:
+    try:
+        return _git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _is_kept(folder) -> bool:
+    """Whether git keeps the flashtile in a folder; an environment inside of a checkout has one that it doesn't."""
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "flashtile/__init__.py")
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 def baseline_path(name: str, device) -> Path | None:
@@ -107,7 +139,7 @@ def interleaved(baseline: Version, against: Version, cases, modes, *, device, se
     settings: engine.Settings; its rounds are those of all pairs of processes together, rep_ms of one mode and version.
     """
     timer = measure.resolve_timer(settings.timer, device)
-    rows = [Row(case, mode) for case in cases for mode in modes]
+    rows = [Row(case, mode) for case in cases for mode in engine.list_of_modes(modes)]
     order, rounds = random.Random(settings.seed), max(2, math.ceil(settings.rounds / processes))
     block_ms = (settings.rep_ms or 90.0) / settings.rounds
     for pair in range(processes):
@@ -247,7 +279,10 @@ def _measure_like(document, version, device, settings) -> dict:
         raise UsageError(f"regress: {version.name} against a record: only the code that runs now can be measured alone.")
     keys = dict.fromkeys((BenchCase.from_config(row["config"]), row["mode"]) for row in document["results"] if _key(row))
     cases, modes = dict.fromkeys(case for case, _ in keys), dict.fromkeys(mode for _, mode in keys)
-    return engine.run(list(cases), modes=list(modes), device=device, settings=settings).document()
+    report = engine.run(list(cases), modes=list(modes), device=device, settings=settings)
+    if report.interrupted:
+        raise KeyboardInterrupt
+    return report.document()
 
 
 def _key(row) -> tuple | None:
@@ -263,6 +298,8 @@ def _git(folder, *arguments) -> str:
 
 
 def _commit(folder) -> str | None:
+    if not _is_kept(folder):
+        return None
     try:
         return _git(folder, "rev-parse", "HEAD") + ("-dirty" if _git(folder, "status", "--porcelain", "flashtile") else "")
     except (OSError, subprocess.SubprocessError):

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 import flashtile
 from flashtile.bench import plots, record, tables
+from flashtile.errors import explain
 
 TEMPLATE = Path(__file__).with_name("report.html")
 SUFFIXES = (".json", ".jsonl")
@@ -28,6 +29,9 @@ def find(paths) -> list[Path]:
     for path in map(Path, paths):
         if path.is_dir():
             found += [file for file in sorted(path.rglob("*")) if file.suffix in SUFFIXES and _is_record(file)]
+        elif not path.exists():
+            raise UsageError(explain(path, "a record (.json, .jsonl) or a folder of them", "no such file or folder",
+                                     "flashtile run --json FILE writes one."))  # fmt: skip
         else:
             record.load(path)
             found.append(path)

@@ -89,13 +89,13 @@ def decoding(mode) -> bool:
 class TimingFlags:
     """How to measure."""
 
-    mode: Annotated[str, _timing("Some of fwd, bwd, fwd_bwd; run, compare, sweep: or decode.", "--mode")] = "fwd,bwd"
+    mode: Annotated[Text, _timing("Some of fwd, bwd, fwd_bwd (fwd,bwd); run, compare, sweep: or decode.", "--mode")] = None
     no_grad: Annotated[bool, _timing("Forward only, as --mode fwd.", "--no-grad")] = False
     repeats: Annotated[int | None, _timing("Exactly so many samples (compare: rounds).", "--repeats")] = None
     rep_ms: Annotated[Number, _timing("Sampling time per mode and backend in ms (run 300, compare 90).", "--rep-ms")] = None
     timeout: Annotated[float, _timing("Most seconds of sampling per mode and backend.", "--timeout")] = 3.0
     timer: Annotated[str, _timing("auto, event (device), kernel, graph, wall (call, wait).", "--timer")] = "auto"
-    l2: Annotated[str, _timing("cold empties the L2 cache before each call; warm doesn't.", "--l2")] = "cold"
+    l2: Annotated[Text, _timing("cold empties the L2 cache before each call; warm doesn't (cold).", "--l2")] = None
     seed: Annotated[int, _timing("Of the N(0, 1) inputs and the order of backends.", "--seed")] = 0
     device: Annotated[Text, _timing("cuda, cuda:N or cpu (the GPU, if there is one).", "--device")] = None
     check: Annotated[bool, _timing("Time only what is correct; --no-check for profilers.", "--check/--no-check")] = True
@@ -105,13 +105,40 @@ class TimingFlags:
         """also: modes that a command has beside MODES."""
         from flashtile.bench.cases import MODES, parse_choices
 
-        return ["fwd"] if self.no_grad else parse_choices(self.mode, (*MODES, *also), "mode")
+        if self.no_grad:
+            return ["fwd"]
+        return ["fwd", "bwd"] if self.mode is None else parse_choices(self.mode, (*MODES, *also), "mode")
 
-    def settings(self, **more):
+    def modes_and_cases(self, shape: ShapeFlags, dtype: str) -> tuple[list[str], list]:
+        """Of a command that also decodes. Where no mode is given, cases over a latent cache are decoded: nothing else takes
+        them.
+        """
+        from flashtile.bench.cases import DECODE
+
+        modes = self.modes(also=(DECODE,))
+        if self.mode is None and not self.no_grad and all(case.latent for case in shape.cases(dtype)):
+            modes = [DECODE]
+        return modes, shape.cases(dtype, one_query=modes == [DECODE])
+
+    def settings(self, device, **more):
+        """engine.Settings on a torch.device.
+
+        Raises:
+            UsageError: a timer or a cache state that a CPU hasn't.
+        """
+        from flashtile.bench.cases import UsageError
         from flashtile.bench.engine import Settings
+        from flashtile.errors import explain
 
-        return Settings(timer=self.timer, l2=self.l2, seed=self.seed, rep_ms=self.rep_ms, repeats=self.repeats,
-                        timeout_s=self.timeout, check=self.check, roof=self.roof, **more)  # fmt: skip
+        found = Settings(timer=self.timer, l2=self.l2 or "cold", seed=self.seed, rep_ms=self.rep_ms, repeats=self.repeats,
+                         timeout_s=self.timeout, check=self.check, roof=self.roof, **more)  # fmt: skip
+        if device.type == "cpu":
+            way_out = "A CPU has the host's clock, and its caches stay warm."
+            if self.timer in ("kernel", "event", "graph"):
+                raise UsageError(explain("timer", "auto or cpu on a CPU", repr(self.timer), way_out))
+            if self.l2 == "cold":
+                raise UsageError(explain("l2", "warm on a CPU", repr(self.l2), way_out))
+        return found
 
 
 @dataclass

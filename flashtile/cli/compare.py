@@ -38,7 +38,7 @@ def compare(
     show_values: Annotated[int, typer.Option("--show-values", help="Print so many first outputs of each backend.")] = 0,
 ) -> int:
     """Compare attention backends: correct first, then interleaved timing, a speedup with its interval, and a verdict."""
-    from flashtile.bench.cases import DECODE, only
+    from flashtile.bench.cases import only
 
     output.check()
     console = output.console()
@@ -48,13 +48,12 @@ def compare(
         from flashtile.cli import show
 
         device = engine.resolve_device(timing.device)
-        modes = timing.modes(also=(DECODE,))
-        cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
+        modes, cases = timing.modes_and_cases(shape, engine.default_dtype(device))
         names = peers.parse_backends(backend)
         base = only(peers.parse_backends(baseline), "baseline") if baseline else engine.default_baseline(names)
         if base not in names:
             names.append(base)
-        settings = timing.settings(commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold),
+        settings = timing.settings(device, commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold),
                                    show_values=show_values)  # fmt: skip
         grid = show.Grid(console, names, base, cases) if len(cases) > MAX_TABLES else None
 

@@ -163,7 +163,7 @@ def run(
                 raise UsageError("dtype: expected fp16 or bf16, got fp32. Rungs 1 to 4 run in fp32 beside the others anyway.")
         printer = shown.Printer("ladder", console, progress, output)
         report = ladder.compare(cases, numbers, timing.modes(), _parse_tile(tile), device=device, listener=printer,
-                                settings=timing.settings(commit=output.commit, rounds=rounds))  # fmt: skip
+                                settings=timing.settings(device, commit=output.commit, rounds=rounds))  # fmt: skip
     for case in cases:
         for mode in timing.modes():
             _print_table(console, report, case, mode)

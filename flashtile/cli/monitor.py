@@ -28,7 +28,7 @@ def monitor(
 
     if not interval > 0 or count < 0:
         raise UsageError(f"interval and count: expected more than 0 s and 0 or more, got {interval:g} and {count}.")
-    gpu = telemetry.open_gpu(engine.resolve_device(device or "cuda"))
+    gpu = telemetry.open_gpu(engine.resolve_device(device or "cuda", gpu_for="watching clocks"))
     if gpu is None:
         raise peers.Unavailable("no telemetry: pip install nvidia-ml-py, and a driver that lets this user read it.")
     writer = csv.writer(sys.stdout, lineterminator="\n")

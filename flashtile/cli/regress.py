@@ -1,5 +1,8 @@
 """`flashtile regress`: exit 4 if flashtile has become slower."""
 
+import signal
+import threading
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -26,6 +29,19 @@ def add(app) -> None:
     app.command("regress")(command(regress))
 
 
+@contextmanager
+def _ended_by_sigterm():
+    """SIGTERM ends this as Ctrl-C does: by default it would leave the temporary folder of a revision behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def regress(
     shape: ShapeFlags,
     timing: TimingFlags,
@@ -45,14 +61,15 @@ def regress(
         raise UsageError("--save: expected none, a comparison is no baseline. flashtile run keeps one.")
     if processes < 1:
         raise UsageError(f"processes: expected 1 or more, got {processes}.")
-    with Progress(output.progress and not output.quiet) as progress:
+    with Progress(output.progress and not output.quiet) as progress, _ended_by_sigterm():
         progress.say("importing torch")
         from flashtile.bench import engine, record
         from flashtile.bench import regress as versions
         from flashtile.cli import show
 
         device = engine.resolve_device(timing.device)
-        settings = timing.settings(commit=output.commit, rounds=timing.repeats or rounds, threshold=parse_fraction(threshold))
+        settings = timing.settings(device, commit=output.commit, rounds=timing.repeats or rounds,
+                                   threshold=parse_fraction(threshold))  # fmt: skip
         rows, document = versions.compare_versions(
             baseline, against, shape.cases(engine.default_dtype(device), takes=PACKED), timing.modes(), device=device,
             settings=settings, processes=processes, say=progress.say,

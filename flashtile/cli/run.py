@@ -21,7 +21,7 @@ def run(
     backend: Annotated[str, typer.Option("--backend", help="What to time; see `flashtile compare --help`.")] = "flashtile",
 ) -> int:
     """Time attention on one shape: min/avg/max, TFLOP/s, percent of the measured roof, memory, correctness."""
-    from flashtile.bench.cases import DECODE, UsageError
+    from flashtile.bench.cases import UsageError
 
     output.check()
     console = output.console()
@@ -31,16 +31,16 @@ def run(
         from flashtile.cli import show
 
         device = engine.resolve_device(timing.device)
-        modes = timing.modes(also=(DECODE,))
-        cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
+        modes, cases = timing.modes_and_cases(shape, engine.default_dtype(device))
         names = peers.parse_backends(backend)
         if len(names) != 1:
             raise UsageError(f"backend: expected one, got {backend!r}. Use `flashtile compare` for several.")
+        check_head_dims(names[0], cases, modes)
+        settings = timing.settings(device, commit=output.commit)
         grid = show.Grid(console, names, None, cases) if len(cases) > MAX_BLOCKS else None
 
         printer = show.Printer("run", console, progress, output, grid)
-        report = engine.run(cases, names[0], modes, device=device, settings=timing.settings(commit=output.commit),
-                            listener=printer)  # fmt: skip
+        report = engine.run(cases, names[0], modes, device=device, settings=settings, listener=printer)
     if grid:
         show.reasons(console, report.results)
     else:
@@ -54,3 +54,31 @@ def run(
     if output.quiet and code not in (OK, UNCLEAR):
         complain("; ".join(dict.fromkeys(f"{r.backend}: {r.reason}" for r in report.results if not r.ok)) or "interrupted")
     return code
+
+
+def check_head_dims(backend, cases, modes) -> None:
+    """Refuse, before anything is measured, what flashtile takes no case of; of several cases those are rows with the reason.
+
+    Raises:
+        UsageError: no case has head dims that flashtile takes.
+    """
+    from flashtile.bench.cases import DECODE, UsageError
+    from flashtile.errors import ShapeError, explain
+    from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, check_head_dims
+
+    if backend not in ("flashtile", "flashtile-deterministic"):
+        return
+    for case in cases:
+        if case.latent and modes == [DECODE]:
+            return
+        try:
+            check_head_dims(q=case.head_dim, v=case.head_dim_v)
+            return
+        except ShapeError:
+            pass
+    case = cases[0]
+    fits = f"a head dim of {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_MULTIPLE}"
+    way_out = "Others take more: --backend sdpa."
+    if case.latent:
+        way_out = "A latent cache is decoded: --mode decode."
+    raise UsageError(explain("--headdim", fits, case.head_dims, way_out))

@@ -39,7 +39,7 @@ def scale(
         cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.only_mode()
         if kind != "batch" and len(cases) != 1:
             raise UsageError(f"scale: expected one case for --kind {kind}, got {len(cases)}.")
-        settings = timing.settings(commit=output.commit)
+        settings = timing.settings(device, commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here
         report = engine.run(cases if kind == "batch" else cases[:1], modes=[mode], device=device, settings=settings,

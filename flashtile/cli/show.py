@@ -8,6 +8,8 @@ from flashtile.bench.gate import FACTOR
 from flashtile.bench.stats import round_by
 
 CPU_NOTICE = "CPU result, the reference implementation, not a statement about the kernels"
+OVER_THE_ROOF = ("over 100% of the roof: the roof is one product and one copy, measured once; something disturbed it, or the "
+                 "tensors lie in a cache")  # fmt: skip
 TITLES = {"fwd": "Forward Pass Results:", "bwd": "Backward Pass Results:", "fwd_bwd": "Forward + Backward Pass Results:",
           "decode": "Decoding on a Key-Value Cache:"}  # fmt: skip
 STATUS_WORDS = {"oom": "OOM", "mismatch": "WRONG", "unavailable": "n/a", "refused": "refused", "skipped": "skipped",
@@ -63,13 +65,16 @@ def run_block(console, results: list[Result]) -> None:
     first = results[0]
     kernel = f" ({first.kernel.split()[0]})" if first.kernel else ""
     console.print(f"\n[bold]{first.case.label()}[/]   {first.backend}{kernel}")
+    said = set()
     for result in results:
         console.print(f"\n[bold]{TITLES[result.mode]}[/]")
         if result.ok:
             for name, value in _run_rows(result):
                 console.print(f"  {name + ':':<18} {value}")
         else:
-            console.print(f"  [red]{STATUS_WORDS[result.status]}[/]: {escape(result.reason)}")
+            reason = "as above" if result.reason in said else escape(result.reason)
+            console.print(f"  [red]{STATUS_WORDS[result.status]}[/]: {reason}")
+            said.add(result.reason)
     console.print()
     checked = next((r.accuracy for r in results if r.accuracy), None)
     if checked:
@@ -389,6 +394,8 @@ def footer(console, report: Report) -> None:
     s = report.resolved
     for line in roof_lines(report):
         console.print(f"[dim]{line}[/]")
+    if report.device.type == "cpu" and any((result.roof_fraction or 0) > 1 for result in report.results):
+        console.print(f"[dim]{OVER_THE_ROOF}[/]")
     console.print(f"[dim]timer {s['timer']}, {s['l2']} L2, inputs N(0, 1) with seed {s['seed']}; {record.FLOPS_CONVENTION}[/]")
     if report.interrupted:
         console.print("[yellow]interrupted: what is shown was complete[/]")

@@ -27,7 +27,7 @@ def sweep(
     plot: Annotated[bool, typer.Option("--plot", help="Also OUT-*.png and .svg; needs matplotlib.")] = False,
 ) -> int:
     """Compare backends over a grid of shapes; resumable, with JSON lines, CSV, Markdown and plots."""
-    from flashtile.bench.cases import DECODE, UsageError, only
+    from flashtile.bench.cases import UsageError, only
 
     output.check()
     console = output.console()
@@ -43,12 +43,11 @@ def sweep(
             raise UsageError(f"{lines}: is there already. Go on with it by --resume, or name another file by --out.")
         earlier = record.load(lines) if resume and lines.exists() else None
         device = engine.resolve_device(timing.device)
-        modes = timing.modes(also=(DECODE,))
-        cases = shape.cases(engine.default_dtype(device), one_query=modes == [DECODE])
+        modes, cases = timing.modes_and_cases(shape, engine.default_dtype(device))
         names = peers.parse_backends(backend)
         base = only(peers.parse_backends(baseline), "baseline") if baseline else engine.default_baseline(names)
         names += [base] if base not in names else []
-        settings = timing.settings(commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold))
+        settings = timing.settings(device, commit=output.commit, rounds=rounds, threshold=parse_fraction(threshold))
         total = len(cases) * len(modes)
 
         class Keeper(show.Printer):

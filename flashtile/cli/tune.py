@@ -24,14 +24,12 @@ def tune(
     console = make_console(stderr=json == "-")
     with Progress(True) as progress:
         progress.say("importing torch")
-        from flashtile.bench import engine, peers, record
+        from flashtile.bench import engine, record
         from flashtile.bench import tune as tuning
         from flashtile.bench.cases import parse_choices
 
         kernels = parse_choices(kernel, tuning.CANDIDATES, "kernel")
-        there = engine.resolve_device(device or "cuda")
-        if there.type != "cuda":
-            raise peers.Unavailable("tune: tiles are timed on a GPU.")
+        there = engine.resolve_device(device or "cuda", gpu_for="timing tiles")
         rows = []
         for case in shape.cases(engine.default_dtype(there), takes=()):
             found = tuning.run(case, kernels, there, seed, progress.say)
