@@ -22,22 +22,22 @@ from flashtile.problem import (
     values_readable,
 )
 
-_TENSORS = (
+TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state"
 )
-_OPTIONS = (
+OPTIONS = (
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool causal, SymInt? window_left, SymInt? window_right, "
     "float? softmax_scale, float softcap, float dropout_p, bool deterministic, bool return_lse"
 )
-torch.library.define("flashtile::forward", f"({_TENSORS}, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+torch.library.define("flashtile::forward", f"({TENSORS}, {OPTIONS}) -> (Tensor out, Tensor lse)")
 torch.library.define(
     "flashtile::backward",
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) "
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
 )
 torch.library.define(
-    "flashtile::dslopes", f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> Tensor"
+    "flashtile::dslopes", f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {TENSORS}, {OPTIONS}) -> Tensor"
 )
 _NUM_TENSORS = len(Operands._fields)
 
@@ -46,13 +46,13 @@ _OPTION_NAMES = ("max_seqlen_q", "max_seqlen_k", "causal", "window", "softmax_sc
                  "return_lse")  # fmt: skip
 
 
-def _split(arguments):
+def split(arguments):
     """(operands, options) of an op's flat arguments; options in the order of _OPTION_NAMES."""
     tensors, (longest_q, longest_k, causal, left, right, *rest) = arguments[:_NUM_TENSORS], arguments[_NUM_TENSORS:]
     return Operands(*tensors), (longest_q, longest_k, causal, (left, right), *rest)
 
 
-def _problem(operands, options):
+def problem_of(operands, options):
     return AttentionProblem.from_tensors(operands, **dict(zip(_OPTION_NAMES, options)))
 
 
@@ -143,7 +143,7 @@ def _described(operands, options) -> _Call:
     """The call, checked."""
     call = _known(operands, options)
     if call is None:
-        problem = _problem(operands, options)
+        problem = problem_of(operands, options)
         asked = _asked(operands, options)
         call = _CALLS.find(operands, asked)
         if call is None:
@@ -154,13 +154,13 @@ def _described(operands, options) -> _Call:
 
 @torch.library.impl("flashtile::forward", ("CPU", "CUDA"))
 def _forward(*arguments):
-    operands, options = _split(arguments)
+    operands, options = split(arguments)
     return _described(operands, options).run_forward(operands)
 
 
 @torch.library.impl("flashtile::backward", ("CPU", "CUDA"))
 def _backward(dout, dlse, out, lse, *arguments):
-    operands, options = _split(arguments)
+    operands, options = split(arguments)
     return _with_dsinks(_described(operands, options).run_backward(operands, out, lse, dout, dlse))
 
 
@@ -172,14 +172,14 @@ def _with_dsinks(gradients):
 
 @torch.library.impl("flashtile::dslopes", ("CPU", "CUDA"))
 def _dslopes(dout, dlse, out, lse, *arguments):
-    operands, options = _split(arguments)
+    operands, options = split(arguments)
     return _described(operands, options).run_backward(operands, out, lse, dout, dlse, "dslopes")
 
 
 @torch.library.register_fake("flashtile::forward")
 def _forward_fake(*arguments):
-    operands, options = _split(arguments)
-    problem = _problem(operands, options)
+    operands, options = split(arguments)
+    problem = problem_of(operands, options)
     q, v = operands.q, operands.v
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(problem.lse_shape, dtype=lse_dtype(q.dtype))
 
@@ -200,8 +200,8 @@ def _dslopes_fake(dout, dlse, out, lse, *arguments):
 
 def _flops(mode, arguments):
     """What torch's FlopCounterMode counts; packed sequences by their lengths where these can be read without data of a GPU."""
-    operands, options = _split(arguments)
-    problem = _problem(operands, options)
+    operands, options = split(arguments)
+    problem = problem_of(operands, options)
     lengths = None
     if problem.varlen and type(operands.q) is torch.Tensor and not operands.q.is_meta:
         lengths = list(zip(operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist()))

@@ -9,8 +9,9 @@ import flashtile
 from flashtile.compat import flash_attn_interface as flash_attn_interface_3
 from flashtile.compat.flash_attn import flash_attn_interface, flash_attn_with_kvcache
 from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb
-from flashtile.errors import UnsupportedError
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError
 
+BOTH = pytest.mark.parametrize("fa", [flash_attn_interface, flash_attn_interface_3], ids=["fa2", "fa3"])
 SIGNATURES = {
     "flash_attn_func": "q, k, v",
     "flash_attn_kvpacked_func": "q, kv",
@@ -357,6 +358,57 @@ def test_kvcache_rows_without_a_key():
     check(whole, definition(q, k_cache, v_cache)[0])
 
 
+@pytest.mark.parametrize("dim", [16, 19])
+def test_a_cache_with_more_rows_than_sequences(dim):
+    """Sequence i is row i, and what is appended reaches the cache; other rows stay."""
+    q, k_cache, v_cache = tensors(batch=5, seqlen_q=1, seqlen_k=12, dim=dim)
+    _, k, v = tensors(seqlen_q=1, seqlen_k=1, dim=dim, seed=1)
+    small = k_cache[:2].clone(), v_cache[:2].clone()
+    rest = k_cache[2:].clone(), v_cache[2:].clone()
+    lengths = torch.tensor([4, 9], dtype=torch.int32)
+    expected = flash_attn_with_kvcache(q[:2], *small, k, v, cache_seqlens=lengths)
+    assert torch.equal(flash_attn_with_kvcache(q[:2], k_cache, v_cache, k, v, cache_seqlens=lengths), expected)
+    for cache, first, others in zip((k_cache, v_cache), small, rest):
+        assert torch.equal(cache[:2], first) and torch.equal(cache[2:], others)
+    with pytest.raises(ShapeError, match="k_cache: expected a row for each sequence of q, 5, got 2 rows"):
+        flash_attn_with_kvcache(q, *small)
+    with pytest.raises(ShapeError, match="v_cache: expected"):
+        flash_attn_with_kvcache(q[:2], k_cache, v_cache[:3])
+
+
+def spread(x):
+    """The same numbers with a gap behind each."""
+    return torch.stack([x, torch.full_like(x, 77)], -1)[..., 0]
+
+
+def test_index_tensors_of_a_cache_may_have_strides():
+    q, k_cache, v_cache = tensors(seqlen_q=1, seqlen_k=12)
+    lengths, rows = torch.tensor([4, 9]).int(), torch.tensor([1, 0]).int()
+    expected = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, cache_batch_idx=rows)
+    got = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=spread(lengths), cache_batch_idx=spread(rows))
+    assert torch.equal(got, expected)
+    pages = [x.unflatten(1, (3, 4)).flatten(0, 1) for x in (k_cache, v_cache)]
+    table = torch.tensor([[3, 4, 5], [0, 1, 2]]).int()
+    got = flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=spread(table))
+    torch.testing.assert_close(got, expected)
+
+
+@BOTH
+def test_numbers_that_mean_off(fa):
+    q, k, v = tensors(seqlen_q=1)
+    expected = fa.flash_attn_func(q, k, v)
+    for softcap in (-1.0, -3, 0):
+        assert torch.equal(fa.flash_attn_func(q, k, v, softcap=softcap), expected)
+    with pytest.raises(flashtile.ValueRangeError, match="softcap: expected a finite number"):
+        fa.flash_attn_func(q, k, v, softcap=float("nan"))
+    with pytest.raises(DtypeError, match="softcap: expected a number"):
+        fa.flash_attn_func(q, k, v, softcap=True)
+    expected = fa.flash_attn_with_kvcache(q, k, v)
+    assert torch.equal(fa.flash_attn_with_kvcache(q, k, v, softcap=-1.0, num_splits=-1), expected)
+    with pytest.raises(DtypeError, match="num_splits: expected an int"):
+        fa.flash_attn_with_kvcache(q, k, v, num_splits=True)
+
+
 def private(name):
     return getattr(flash_attn_interface, name)
 
@@ -428,6 +480,20 @@ def test_probabilities_of_packed_dropout():
             assert (probs[b] == 0).all()
 
 
+def test_probabilities_of_packed_dropout_compile():
+    q, k, v, cu_q, cu_k = packed(heads=2, heads_kv=2)
+
+    def call(q, k, v, cu_q, cu_k):
+        return flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9, 0.3, return_attn_probs=True)
+
+    torch.manual_seed(0)
+    expected = call(q, k, v, cu_q, cu_k)
+    torch.manual_seed(0)
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, cu_q, cu_k)
+    for a, b in zip(got, expected):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_private_functions_are_the_two_halves(dropout_p):
     """Forward and backward called apart give what autograd gives; the mask comes from rng_state."""
@@ -469,6 +535,86 @@ def test_private_forward_has_no_autograd():
     q = torch.randn(1, 4, 2, 16, requires_grad=True)
     out, lse, *_ = flash_attn_interface._flash_attn_forward(q, q, q, 0.0, 0.25, True, -1, -1, 0.0, None, False)
     assert not out.requires_grad and not lse.requires_grad
+
+
+WRONG_TENSORS = [
+    ("dout", lambda x: x[:1], ShapeError, r"dout: expected the shape of q .*, \(2, 9, 4, 16\), got shape \(1, 9, 4, 16\)"),
+    ("dout", lambda x: x.double(), DtypeError, "dout: expected dtype torch.float32, got torch.float64"),
+    ("out", lambda x: x[:, :1], ShapeError, r"out: expected the shape of q .* got shape \(2, 1, 4, 16\)"),
+    ("softmax_lse", lambda x: torch.nn.functional.pad(x, (0, 119)), ShapeError,
+     r"softmax_lse: expected the shape of \(batch, heads, seqlen_q\), \(2, 4, 9\), got shape \(2, 4, 128\)"),
+    ("softmax_lse", lambda x: x.transpose(1, 2), ShapeError, "softmax_lse: expected"),
+    ("softmax_lse", lambda x: x.bfloat16(), DtypeError, "softmax_lse: expected dtype torch.float32"),
+    ("dq", lambda x: x[:, 1:], ShapeError, r"dq: expected the shape of q, \(2, 9, 4, 16\), got shape \(2, 8, 4, 16\)"),
+    ("dk", lambda x: x.repeat_interleave(2, 2), ShapeError,
+     r"dk: expected the shape of k, \(2, 6, 2, 16\), got shape \(2, 6, 4, 16\)"),
+    ("dv", lambda x: x.expand(3, *x.shape), ShapeError, r"dv: expected the shape of v, \(2, 6, 2, 16\), got shape \(3, 2, 6"),
+    ("dv", lambda x: x.long(), DtypeError, r"dv: expected dtype torch.float32, got torch.int64. Cast it: dv.to"),
+    ("dq", lambda x: x.tolist(), DtypeError, "dq: expected a torch.Tensor, got list"),
+]  # fmt: skip
+
+
+def backward_of(fa, q, k, v, lse_shape, **lengths):
+    """The private backward function of a module, and arguments that fit."""
+    given = dict(dout=torch.ones_like(q), q=q, k=k, v=v, out=torch.ones_like(q), softmax_lse=torch.zeros(lse_shape), **lengths,
+                 dq=torch.empty_like(q), dk=torch.empty_like(k), dv=torch.empty_like(v))  # fmt: skip
+    if fa is flash_attn_interface_3:
+        return fa._flash_attn_backward, given
+    given |= dict(dropout_p=0.0, softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+                  alibi_slopes=None, deterministic=False)  # fmt: skip
+    return fa._flash_attn_varlen_backward if lengths else fa._flash_attn_backward, given
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "change", "error", "message"), WRONG_TENSORS)
+def test_tensors_of_a_backward_pass_that_do_not_fit(fa, name, change, error, message):
+    """Nothing is broadcast, read past its end or cast."""
+    backward, given = backward_of(fa, *tensors(seqlen_q=9, seqlen_k=6), (2, 4, 9))
+    backward(**given)
+    with pytest.raises(error, match=message):
+        backward(**given | {name: change(given[name])})
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "change", "shapes"), [
+    ("dout", lambda x: x[:1], r"q with the head_dim of v, \(32, 4, 24\), got shape \(1, 4, 24\)"),
+    ("softmax_lse", lambda x: x.mT, r"\(heads, total_q\), \(4, 32\), got shape \(32, 4\)"),
+    ("dk", lambda x: x.repeat_interleave(2, 1), r"k, \(27, 2, 24\), got shape \(27, 4, 24\)"),
+])  # fmt: skip
+def test_tensors_of_a_packed_backward_pass_that_do_not_fit(fa, name, change, shapes):
+    q, k, v, cu_q, cu_k = packed(dim=24)
+    lengths = dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=12, max_seqlen_k=9)
+    backward, given = backward_of(fa, q, k, v, (4, 32), **lengths)
+    backward(**given)
+    with pytest.raises(ShapeError, match=f"{name}: expected the shape of {shapes}"):
+        backward(**given | {name: change(given[name])})
+
+
+def test_keys_of_packed_sequences_behind_their_padding():
+    """leftpad_k with packed k: sequence b begins so many rows later, and is so much shorter."""
+    q, k, v, cu_q, cu_k = packed(dim=16)
+    leftpad, used = torch.tensor([2, 4, 0, 5, 1]).int(), torch.tensor([8, 4, 0, 6, 5]).int()
+    slopes = torch.rand(len(LENGTHS), 4)
+    nan = [x.clone() for x in (k, v)]
+    for b in range(len(LENGTHS)):
+        for x in nan:
+            x[cu_k[b] : cu_k[b] + leftpad[b]] = float("nan")
+    for lengths, seqused in ((cu_k.diff(), None), (used, used)):
+        out, lse, probs, _ = private("_flash_attn_varlen_forward")(
+            q, *nan, cu_q, cu_k, 12, 9, 0.0, 0.25, True, 3, -1, 0.0, slopes, leftpad_k=leftpad, seqused_k=seqused,
+        )  # fmt: skip
+        assert out.shape == q.shape and lse.shape == (4, q.shape[0]) and probs.numel() == 0
+        for b in range(len(LENGTHS)):
+            rows, cols = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b] + leftpad[b], cu_k[b] + lengths[b])
+            expected, expected_lse = definition(q[None, rows], k[None, cols], v[None, cols], slopes=slopes[b],
+                                                mask=lambda i, j: (j <= i) & (j >= i - 3))  # fmt: skip
+            check(out[None, rows], expected)
+            check(lse[None, :, rows], expected_lse)
+    *_, probs, _ = private("_flash_attn_varlen_forward")(q, k, v, cu_q, cu_k, 12, 9, 0.2, 0.25, True, return_softmax=True,
+                                                         leftpad_k=leftpad)  # fmt: skip
+    assert [(x != 0).any().item() for x in probs] == [True, False, False, True, True]
+    with pytest.raises(ShapeError, match=r"cu_seqlens_k: expected shape \(5,\), got shape \(6,\)"):
+        private("_flash_attn_varlen_forward")(q, k, v, cu_q[:5], cu_k, 12, 9, 0.0, 0.25, True, leftpad_k=leftpad[:4])
 
 
 def test_parts_of_a_row_merge_by_lse():

@@ -4,11 +4,11 @@ import inspect
 
 import pytest
 import torch
-from test_compat import LENGTHS, check, definition, packed, tensors
+from test_compat import LENGTHS, check, definition, packed, spread, tensors
 
 import flashtile
 from flashtile.compat import flash_attn_interface as fa3
-from flashtile.errors import ShapeError, UnsupportedError
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError
 
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 TAIL = "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
@@ -58,10 +58,97 @@ def test_a_right_side_longer_than_the_keys_is_a_window():
     assert (lse[..., :4] == float("-inf")).all() and lse[..., 4:].isfinite().all()
 
 
-def test_used_lengths_of_a_batched_call_are_refused():
+USED_Q, USED_K = torch.tensor([9, 4]).int(), torch.tensor([3, 17]).int()
+
+
+@pytest.mark.parametrize("batched", ["q", "k", "qk"])
+@pytest.mark.parametrize("with_qv", [False, True])
+def test_batched_rows_of_which_some_are_used(batched, with_qv):
+    """Each side is packed with cu_seqlens, or batched without; gradients of what is not used are 0."""
     q, k, v = tensors()
-    with pytest.raises(UnsupportedError, match="seqused_q, seqused_k: expected cu_seqlens_q and cu_seqlens_k beside them"):
-        fa3._flash_attn_forward(q, k, v, seqused_k=torch.ones(q.shape[0], dtype=torch.int32))
+    qv = tensors(seed=3)[0] if with_qv else None
+    cu_q, cu_k = (torch.tensor([0, n, 2 * n]).int() for n in (13, 19))
+    flat = [None if x is None else x.flatten(0, 1) for x in (q, k, v, qv)]
+
+    def run(q, k, v, qv, *lengths):
+        inputs = [None if x is None else x.clone().requires_grad_() for x in (q, k, v, qv)]
+        out, lse = fa3.flash_attn_varlen_func(*inputs[:3], *lengths, USED_Q, USED_K, causal=True, qv=inputs[3],
+                                              return_attn_probs=True)  # fmt: skip
+        return out, lse, torch.autograd.grad(out.square().sum(), [x for x in inputs if x is not None])
+
+    expected, expected_lse, expected_grads = run(*flat, cu_q, cu_k, 13, 19)
+    one, other = (q, qv) if "q" in batched else (flat[0], flat[3])
+    keys = (k, v) if "k" in batched else flat[1:3]
+    lengths = (None if "q" in batched else cu_q), (None if "k" in batched else cu_k)
+    longest = (None if "q" in batched else 13), (None if "k" in batched else 19)
+    out, lse, grads = run(one, *keys, other, *lengths, *longest)
+    assert out.shape[:-1] == one.shape[:-1] and torch.equal(out.view_as(expected), expected)
+    assert torch.equal(lse.transpose(0, 1).flatten(1) if "q" in batched else lse, expected_lse)
+    for got, want in zip(grads, expected_grads):
+        assert torch.equal(got.view_as(want), want)
+
+
+def test_batched_rows_that_do_not_fit():
+    q, k, v = tensors()
+    cu = torch.tensor([0, 5, 9, 13]).int()
+    with pytest.raises(ShapeError, match="k: expected the sequences of q, 3, got batch 2. Packed ones need cu_seqlens"):
+        fa3.flash_attn_varlen_func(q[0], k, v, cu, None, 5, None)
+    with pytest.raises(ShapeError, match="q: expected those of k, 3, got batch 2"):
+        fa3.flash_attn_varlen_func(q, k[0], v[0], None, cu, None, 5)
+    with pytest.raises(ShapeError, match="cu_seqlens_k: expected a tensor, since cu_seqlens_q is given"):
+        fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu, None, 5, 5)
+
+
+def test_used_lengths_in_the_private_forward():
+    q, k, v = tensors()
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, seqused_q=USED_Q, seqused_k=USED_K, causal=True)
+    expected = fa3.flash_attn_varlen_func(q, k, v, None, None, None, None, USED_Q, USED_K, causal=True, return_attn_probs=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+def test_buffers_that_do_not_fit():
+    q, k, v = tensors()
+    with pytest.raises(ShapeError, match=r"out_: expected the shape of q .*, \(2, 13, 4, 16\), got shape \(3, 2, 13, 4, 16\)"):
+        fa3._flash_attn_forward(q, k, v, out_=torch.empty(3, *q.shape))
+    with pytest.raises(DtypeError, match="out_: expected dtype torch.float32, got torch.int64"):
+        fa3._flash_attn_forward(q, k, v, out_=torch.empty(q.shape, dtype=torch.int64))
+    parts, lse = torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 5, 4)
+    with pytest.raises(ShapeError, match=r"out: expected the shape of out_partial\[0\], \(2, 5, 4, 16\), got shape \(9,"):
+        fa3.flash_attn_combine(parts, lse, out=torch.empty(9, 2, 5, 4, 16))
+    with pytest.raises(DtypeError, match="out: expected dtype torch.bfloat16, got torch.float32"):
+        fa3.flash_attn_combine(parts, lse, out=torch.empty(2, 5, 4, 16), out_dtype=torch.bfloat16)
+
+
+def test_tensors_beside_q_may_have_strides():
+    """But for caches, which are written in place."""
+    q, k_cache, v_cache = tensors(seqlen_q=3, seqlen_k=12)
+    _, k, v = tensors(seqlen_q=3, seqlen_k=3, seed=1)
+    angles = torch.rand(12, 8)
+    given = dict(cache_seqlens=torch.tensor([4, 6]).int(), rotary_cos=angles.cos(), rotary_sin=angles.sin(),
+                 rotary_seqlens=torch.tensor([5, 6]).int(), cache_leftpad=torch.tensor([1, 2]).int())  # fmt: skip
+    rows, table = torch.tensor([1, 0]).int(), torch.tensor([[3, 4, 5], [0, 1, 2]]).int()
+
+    def run(change, paged, **more):
+        caches = [x.unflatten(1, (3, 4)).flatten(0, 1).clone() if paged else x.clone() for x in (k_cache, v_cache)]
+        more = given | more | ({"page_table": table} if paged else {"cache_batch_idx": rows})
+        return fa3.flash_attn_with_kvcache(q, *caches, change(k), change(v), causal=True,
+                                           **{name: change(x) for name, x in more.items()}), *caches  # fmt: skip
+
+    for paged in (False, True):
+        for got, want in zip(run(spread, paged), run(lambda x: x, paged)):
+            assert torch.equal(got, want)
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    cu = torch.tensor([0, 3, 6]).int()
+    lengths = given["cache_seqlens"]
+    expected = fa3.flash_attn_with_kvcache(flat[0], k_cache, v_cache, *flat[1:], cache_seqlens=lengths, cu_seqlens_q=cu,
+                                           cu_seqlens_k_new=cu, max_seqlen_q=3)  # fmt: skip
+    got = fa3.flash_attn_with_kvcache(flat[0], k_cache, v_cache, *flat[1:], cache_seqlens=lengths, cu_seqlens_q=spread(cu),
+                                      cu_seqlens_k_new=spread(cu), max_seqlen_q=3)  # fmt: skip
+    assert torch.equal(got, expected)
+    q, k, v, *lengths = packed()
+    used = torch.tensor([3, 0, 7, 12, 2]).int(), torch.tensor([9, 2, 0, 5, 8]).int()
+    expected = fa3.flash_attn_varlen_func(q, k, v, *lengths, 12, 9, *used)
+    assert torch.equal(fa3.flash_attn_varlen_func(q, k, v, *map(spread, lengths), 12, 9, *map(spread, used)), expected)
 
 
 def test_flags_may_be_numbers():

@@ -7,6 +7,7 @@ import torch
 
 from flashtile.compat.flash_attn import bert_padding
 from flashtile.compat.flash_attn.layers import rotary
+from flashtile.compat.flash_attn.ops.triton_.rotary import apply_rotary
 from flashtile.errors import DtypeError, ShapeError, ValueRangeError
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
@@ -54,9 +55,9 @@ def test_first_axis_functions():
     x = torch.randn(5, 3, requires_grad=True)
     indices = torch.tensor([4, 0, 4])
     picked, residual = bert_padding.index_first_axis_residual(x, indices)
-    assert torch.equal(picked, x[indices]) and torch.equal(residual, x) and not residual.requires_grad
-    picked.sum().backward()
-    assert x.grad[:, 0].tolist() == [1, 0, 0, 0, 2]
+    assert torch.equal(picked, x[indices]) and torch.equal(residual, x)
+    (residual.sum() + 10 * picked.sum()).backward()
+    assert x.grad[:, 0].tolist() == [11, 1, 1, 1, 21]
     placed = bert_padding.index_put_first_axis(torch.ones(2, 3), torch.tensor([3, 1]), 5)
     assert placed[:, 0].tolist() == [0, 1, 0, 1, 0]
 
@@ -160,6 +161,88 @@ def test_rotary_embedding_depends_on_distance_only(scale_base):
     assert torch.equal(module(qkv.clone())[:, :, 2], qkv[:, :, 2])
 
 
+def embedded(module, qkv, positions):
+    """qkv with queries and keys of sequence b rotated from positions[b] on, by the definition."""
+    angles = torch.outer(torch.arange(64.0), module.base ** (-torch.arange(0, module.dim, 2) / module.dim))
+    steps = torch.arange(qkv.shape[1])
+    expected = qkv.clone()
+    for b, position in enumerate(positions):
+        for part in (0, 1):
+            expected[b, :, part] = rotated(qkv[b, :, part], angles, steps + position, module.interleaved).to(qkv.dtype)
+    return expected
+
+
+def test_rotary_embedding_of_positions_on_the_device():
+    """They need tables: those of an earlier call will do."""
+    module, qkv, positions = rotary.RotaryEmbedding(16), torch.randn(2, 5, 3, 1, 16), torch.tensor([1, 2])
+    with pytest.raises(ShapeError, match="max_seqlen: expected an int .* no tables yet, got None"):
+        module(qkv.clone(), seqlen_offset=positions)
+    module(qkv.clone(), max_seqlen=64)
+    torch.testing.assert_close(module(qkv.clone(), seqlen_offset=positions), embedded(module, qkv, (1, 2)))
+
+
+def test_rotary_embedding_makes_its_tables_on_request():
+    """As flash_attn's MHA does for its cache."""
+    module = rotary.RotaryEmbedding(16)
+    assert module._cos_cached is None and module._sin_cached is None
+    module._update_cos_sin_cache(9, device=torch.device("cpu"), dtype=torch.bfloat16)
+    cos, sin = module._cos_cached, module._sin_cached
+    assert cos.shape == sin.shape == (9, 8) and cos.dtype == sin.dtype == torch.bfloat16
+    torch.testing.assert_close(cos.float().square() + sin.float().square(), torch.ones(9, 8), rtol=0, atol=0.02)
+    module._update_cos_sin_cache(5, device="cpu", dtype=torch.bfloat16)
+    assert module._cos_cached is cos
+    module._update_cos_sin_cache(5)
+    assert module._cos_cached.dtype == torch.float32 and module._cos_cached.shape == (5, 8)
+
+
+def test_rotary_embedding_after_inference():
+    """Tables made in inference mode are made again for a gradient."""
+    module, qkv = rotary.RotaryEmbedding(16), torch.randn(1, 5, 3, 1, 16)
+    with torch.inference_mode():
+        module(qkv.clone())
+    leaf = qkv.clone().requires_grad_()
+    module(leaf * 1).square().sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * qkv)
+    assert not module._cos_cached.is_inference()
+
+
+@pytest.mark.parametrize("scale_base", [None, 512])
+def test_rotary_embedding_compiles(scale_base):
+    module, qkv = rotary.RotaryEmbedding(16, scale_base=scale_base), torch.randn(2, 5, 3, 1, 16)
+    leaf = qkv.clone().requires_grad_()
+    out = torch.compile(lambda x: module(x * 1), fullgraph=True, backend="aot_eager")(leaf)
+    torch.testing.assert_close(out, module(qkv.clone()))
+    out.sum().backward()
+    other = qkv.clone().requires_grad_()
+    module(other * 1).sum().backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotate_half(interleaved):
+    """x cos + rotate_half(x) sin is the rotation, cos and sin being repeated for both of a pair."""
+    x, angles = torch.randn(2, 5, 3, 16), torch.rand(5, 8)
+    repeated = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
+    got = x * repeated.cos()[:, None] + rotary.rotate_half(x, interleaved) * repeated.sin()[:, None]
+    torch.testing.assert_close(got, rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), interleaved))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_rotation_alone(inplace):
+    """flash_attn.ops.triton.rotary: no gradient, and backwards with conjugate."""
+    x, angles = torch.randn(2, 5, 3, 16, requires_grad=True), torch.rand(9, 4)
+    tables, offsets = (angles.cos(), angles.sin()), torch.tensor([1, 4])
+    before = x.detach().clone()
+    out = apply_rotary(x, *tables, offsets, interleaved=True, inplace=inplace)
+    assert not out.requires_grad or out is x
+    torch.testing.assert_close(out, rotary.apply_rotary_emb(before, *tables, True, seqlen_offsets=offsets))
+    assert torch.equal(x, out if inplace else before)
+    torch.testing.assert_close(apply_rotary(out, *tables, offsets, interleaved=True, conjugate=True), before)
+    packed, cu_seqlens = torch.randn(7, 2, 16), torch.tensor([0, 3, 7], dtype=torch.int32)
+    torch.testing.assert_close(apply_rotary(packed, *tables, 2, cu_seqlens, 4),
+                               rotary.apply_rotary_emb(packed, *tables, seqlen_offsets=2, cu_seqlens=cu_seqlens))  # fmt: skip
+
+
 def test_rotary_says_what_does_not_fit():
     x = torch.randn(2, 5, 1, 8)
     with pytest.raises(ShapeError, match="cos: expected at least seqlen_offsets \\+ seqlen = 6 rows, got 5"):
@@ -237,3 +320,12 @@ def test_rows_before_the_tables_stay():
     out = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([-2]))
     assert torch.equal(out[:, :2], x[:, :2])
     assert torch.equal(out[:, 2:], rotary.apply_rotary_emb(x[:, 2:], angles.cos(), angles.sin()))
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 15), torch.ones(30), None], ids=["short", "flat", "none"])
+def test_a_mask_of_other_rows_is_refused(mask):
+    """Its indices would name rows of other sequences."""
+    error = DtypeError if mask is None else ShapeError
+    for function in (bert_padding.unpad_input, bert_padding.unpad_input_for_concatenated_sequences):
+        with pytest.raises(error, match="attention_mask"):
+            function(torch.randn(2, 16, 4), mask)

@@ -33,7 +33,10 @@ import flash_attn, flash_attn_interface
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
 from flash_attn.flash_attn_interface import _flash_attn_forward, _get_block_size_n, USE_TRITON_ROCM
-from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.layers.rotary import apply_rotary_emb, rotate_half
+from flash_attn.ops.triton.rotary import apply_rotary
+import flash_attn.ops.triton.rotary
+assert flash_attn.ops.triton.rotary.apply_rotary is apply_rotary
 from flashtile.compat import flash_attn as ours
 assert flash_attn is ours and flash_attn_func is ours.flash_attn_func and flash_attn.__version__
 assert flash_attn_interface.flash_attn_func is not flash_attn_func

@@ -19,9 +19,11 @@ __all__ = ["flash_attn", "flash_attn_interface", "flash_mla", "install", "uninst
 
 # What a program imports, and which modules answer
 INSTALLED = {
-    "flash_attn": ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary"),
+    "flash_attn": (
+        "", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary", ".ops", ".ops.triton", ".ops.triton.rotary",
+    ),
     "flash_attn_interface": ("",),
-}
+}  # fmt: skip
 
 
 __getattr__ = lazy.modules(__name__, "flash_attn", "flash_attn_interface", "flash_mla")
@@ -54,7 +56,8 @@ def install(names: str | tuple[str, ...] = tuple(INSTALLED)) -> None:
 def answer_to(name):
     """`import <name>` finds flashtile's module in this process, whatever is installed; what `install` and shim/ share."""
     for suffix in INSTALLED[name]:
-        sys.modules[name + suffix] = import_module(f"{__name__}.{name}{suffix}")
+        # flash_attn.ops says why the folder is called otherwise
+        sys.modules[name + suffix] = import_module(f"{__name__}.{name}{suffix.replace('.triton', '.triton_')}")
     module = sys.modules[name]
     if hasattr(module, "__path__"):
         # Other distributions put packages of theirs beside

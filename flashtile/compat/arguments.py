@@ -10,8 +10,9 @@ from numbers import Real
 import torch
 import torch.nn.functional as F
 
+from flashtile.checks import check_device, is_int, shape_of
 from flashtile.errors import DtypeError, ShapeError, explain
-from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, WIDER_HEADS
+from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, WIDER_HEADS, lse_dtype
 
 # What stands before the parts of a packed tensor of so many dims
 LEADING = {5: "batch, seqlen", 4: "total"}
@@ -73,6 +74,34 @@ def padded(x):
 
 def contiguous(x):
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def unstrided(x):
+    """x with a contiguous last dim; what is no tensor stays, to be refused by its name."""
+    return x if x is None or not isinstance(x, torch.Tensor) or x.is_contiguous() else contiguous(x)
+
+
+def check_like(name, x, of, shape, dtype, device):
+    """A tensor that is read or written as another one is. of: what has that shape."""
+    check_tensor(name, x)
+    if x.shape != shape:
+        raise ShapeError(explain(name, f"the shape of {of}, {tuple(shape)}", shape_of(x)))
+    if x.dtype != dtype:
+        raise DtypeError(explain(name, f"dtype {dtype}", x.dtype, f"Cast it: {name}.to({dtype})."))
+    check_device(name, x, device)
+
+
+def check_backward(operands, dout, out, lse, gradients):
+    """What a backward pass reads beside its operands, and where dq, dk and dv go, of which any may be None."""
+    q, k, v = operands[:3]
+    rows, rows_of_lse = (*q.shape[:-1], v.shape[-1]), (*q.shape[:-3], q.shape[-2], *q.shape[-3:-2])
+    check_like("dout", dout, "q with the head_dim of v", rows, q.dtype, q.device)
+    check_like("out", out, "q with the head_dim of v", rows, q.dtype, q.device)
+    layout = "(batch, heads, seqlen_q)" if q.dim() == 4 else "(heads, total_q)"
+    check_like("softmax_lse", lse, layout, rows_of_lse, lse_dtype(q.dtype), q.device)
+    for name, x, like in zip(("q", "k", "v"), gradients, (q, k, v)):
+        if x is not None:
+            check_like(f"d{name}", x, name, like.shape, like.dtype, q.device)
 
 
 def default_scale(head_dim):
@@ -141,6 +170,22 @@ def as_number(x):
     if x is None or type(x) is float or isinstance(x, int):
         return x
     return float(x) if isinstance(x, Real) else x
+
+
+def softcap_of(x):
+    """The peers' softcap: one below 0 is off too."""
+    if type(x) is not float:
+        x = as_number(x)
+    return 0.0 if isinstance(x, (int, float)) and x <= 0 else x
+
+
+def splits_of(x):
+    """The peers' num_splits: a number below 1 leaves the choice to the library."""
+    if type(x) is not int:
+        x = as_int(x)
+        if not is_int(x):
+            return x
+    return 0 if x < 1 else x
 
 
 def renamed(error, names):

@@ -13,6 +13,9 @@ What differs, or means nothing here:
 - qv, the second part of the queries, is put beside q, and v beside k: a copy, and head_dim + head_dim_v at most 256.
 - fp8 with its descales is taken by flash_attn_with_kvcache alone.
 - attention_chunk is refused.
+- A softcap below 0 is off, and num_splits below 1 is 0, as there; an index tensor, new keys and values, or tables with strides
+  are copied. flash_attn_varlen_func takes a batched q, or batched k and v, without their cu_seqlens.
+- Neither the operators torch.ops.flash_attn_3 nor the autograd classes (FlashAttnFunc and its kin) are there.
 - Keys of length 0 have lse -inf as any empty row; flash_attn_interface gives +inf there.
 - The third and fourth of flash_attn_with_kvcache's results are empty: parts are merged before it returns.
 """
@@ -24,6 +27,8 @@ from flashtile.checks import check_int32
 from flashtile.compat.arguments import (
     as_int,
     as_number,
+    check_backward,
+    check_like,
     check_rows,
     check_tensor,
     contiguous,
@@ -34,7 +39,10 @@ from flashtile.compat.arguments import (
     padded,
     padded_rows,
     renamed,
+    softcap_of,
+    splits_of,
     strided_rows,
+    unstrided,
 )
 from flashtile.compat.flash_attn.flash_attn_interface import PROBS_BLOCK, _flat, _sides
 from flashtile.errors import (
@@ -99,17 +107,35 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32.
         max_seqlen_q, max_seqlen_k: the longest sequences, ints, or tensors at the price of a wait.
         seqused_q, seqused_k: (batch,), int32; of sequence b only the first seqused[b] rows are used.
+        Without cu_seqlens_q q is batched as in `flash_attn_func`, without cu_seqlens_k k and v; max_seqlen is not used there.
         The rest as in `flash_attn_func`.
     Returns:
-        out (total_q, num_heads, head_dim_v); with return_attn_probs (out, lse), lse (num_heads, total_q), fp32.
+        out (total_q, num_heads, head_dim_v); with return_attn_probs (out, lse), lse (num_heads, total_q), fp32; of a batched q
+        as in `flash_attn_func`.
     Raises:
         As `flashtile.attention_varlen`. UnsupportedError: as in `flash_attn_func`.
     """
     _refuse_fp8(q_descale, k_descale, v_descale)
+    batched_q = None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        check_rows(q, k, v)
+        _check_batches(q, k, cu_seqlens_q, cu_seqlens_k)
+        if cu_seqlens_q is None and q.dim() == 4:
+            batched_q = q.shape[:2]
+            (q, qv), cu_seqlens_q, max_seqlen_q = _flattened(q, qv)
+        if cu_seqlens_k is None and k.dim() == 4:
+            (k, v), cu_seqlens_k, max_seqlen_k = _flattened(k, v)
+    same = cu_seqlens_k is cu_seqlens_q
+    cu_seqlens_q = unstrided(cu_seqlens_q)
+    # flashtile.attention_varlen tells by the same object that lengths are equal
+    cu_seqlens_k = cu_seqlens_q if same else unstrided(cu_seqlens_k)
+    if seqused_q is not None or seqused_k is not None:
+        seqused_q, seqused_k = unstrided(seqused_q), unstrided(seqused_k)
     operands = Operands(*_with_qv(q, k, v, qv), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
     options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
-    return _attend(operands, options, v.shape[-1], return_attn_probs)
+    result = _attend(operands, options, v.shape[-1], return_attn_probs)
+    return result if batched_q is None else _unflattened(result, batched_q, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -156,18 +182,32 @@ def flash_attn_with_kvcache(
         raise UnsupportedError(explain("qv", "None", type(qv).__name__, LATENT))
     check_rows(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
-    if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q), None
+    if page_table is not None:
+        page_table = unstrided(page_table)
+    if cache_batch_idx is not None:
+        cache_batch_idx = unstrided(cache_batch_idx)
+        if page_table is not None:
+            page_table, cache_batch_idx = _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q), None
+    if k is not None:
+        k, v, cu_seqlens_k_new = unstrided(k), unstrided(v), unstrided(cu_seqlens_k_new)
+    if rotary_cos is not None:
+        rotary_cos, rotary_sin, rotary_seqlens = map(unstrided, (detached(rotary_cos), detached(rotary_sin), rotary_seqlens))
+    else:
+        rotary_sin, rotary_seqlens = detached(rotary_sin), None
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = unstrided(cu_seqlens_q)
+    if cache_leftpad is not None:
+        cache_leftpad = unstrided(cache_leftpad)
     try:
         # Caches as they are, without a contiguous last dim refused: what is appended to a copy would be lost
         result = api.attention_with_kvcache(
-            contiguous(q), k_cache, v_cache, k=k, v=v, cache_seqlens=lengths_of(cache_seqlens),
+            contiguous(q), k_cache, v_cache, k=k, v=v, cache_seqlens=unstrided(lengths_of(cache_seqlens)),
             block_table=page_table, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=detached(rotary_cos),
-            rotary_sin=detached(rotary_sin), rotary_seqlens=None if rotary_cos is None else rotary_seqlens,
+            max_seqlen_q=as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
             rotary_interleaved=bool(rotary_interleaved), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             causal=bool(causal), window=_window(window_size), softmax_scale=as_number(softmax_scale),
-            softcap=as_number(softcap), num_splits=as_int(num_splits), return_lse=bool(return_softmax_lse),
+            softcap=softcap_of(softcap), num_splits=splits_of(num_splits), return_lse=bool(return_softmax_lse),
         )  # fmt: skip
     except FlashtileError as error:
         raise renamed(error, CACHE_NAMES) from None
@@ -188,7 +228,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     # What has other dims is refused there
     lse_partial = lse_partial.transpose(2, 3) if lse_partial.dim() == 4 else lse_partial
     merged, lse = api.combine(out_partial, lse_partial, out_dtype=out_dtype)
-    return merged if out is None else out.copy_(merged), lse.transpose(1, 2)
+    return _written(out, merged, "out", "out_partial[0]"), lse.transpose(1, 2)
 
 
 def get_scheduler_metadata(
@@ -207,7 +247,7 @@ def _flash_attn_forward(
     causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
     scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
 ):  # fmt: skip
-    """One forward pass without autograd, batched or packed (with cu_seqlens_q and cu_seqlens_k).
+    """One forward pass without autograd; q, and k with v, batched, or packed with their cu_seqlens.
 
     What belongs to a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos) is `flash_attn_with_kvcache`'s.
 
@@ -219,11 +259,9 @@ def _flash_attn_forward(
     for name, x in cache.items():
         if x is not None:
             raise UnsupportedError(explain(name, "None", f"shape {tuple(x.shape)}", "Call flash_attn_with_kvcache."))
-    if cu_seqlens_q is None and (seqused_q is not None or seqused_k is not None):
-        raise UnsupportedError(explain("seqused_q, seqused_k", "cu_seqlens_q and cu_seqlens_k beside them", "a batched call",
-                                       "Pass cu_seqlens of equal steps."))  # fmt: skip
+    is_plain = cu_seqlens_q is None and cu_seqlens_k is None and seqused_q is None and seqused_k is None
     with torch.no_grad():
-        if cu_seqlens_q is None:
+        if is_plain:
             out, lse = flash_attn_func(q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale,
                                        (window_size_left, window_size_right), attention_chunk, softcap,
                                        return_attn_probs=True)  # fmt: skip
@@ -232,7 +270,7 @@ def _flash_attn_forward(
                                               seqused_k, softmax_scale, causal, qv, q_descale, k_descale, v_descale,
                                               (window_size_left, window_size_right), attention_chunk, softcap,
                                               return_attn_probs=True)  # fmt: skip
-        return out if out_ is None else out_.copy_(out), lse, *_no_parts(q)
+        return _written(out_, out, "out_", "q with the head_dim of v"), lse, *_no_parts(q)
 
 
 def _flash_attn_backward(
@@ -249,6 +287,7 @@ def _flash_attn_backward(
     options = _options(q, softmax_scale, is_causal, None, (window_size_left, window_size_right), 0, softcap, deterministic)
     if cu_seqlens_q is not None:
         options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
+    check_backward(operands, dout, out, softmax_lse, (dq, dk, dv))
     with torch.no_grad():
         results = ops.backward_op(contiguous(dout), None, contiguous(out), softmax_lse.contiguous(), *operands,
                                   *_flat(options))  # fmt: skip
@@ -270,7 +309,7 @@ def _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap
     if softmax_scale is None:
         softmax_scale = default_scale(q.shape[-1] + (0 if qv is None else qv.shape[-1]))
     return dict(causal=bool(causal), window=_window(window_size), softmax_scale=as_number(softmax_scale),
-                softcap=as_number(softcap), dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
+                softcap=softcap_of(softcap), dropout_p=0.0, deterministic=bool(deterministic))  # fmt: skip
 
 
 def _with_qv(q, k, v, qv):
@@ -300,6 +339,34 @@ def _check_joined(q, k, v, qv):
             raise ShapeError(explain(name, expected, f"shape {tuple(x.shape)}"))
 
 
+def _check_batches(q, k, cu_seqlens_q, cu_seqlens_k):
+    """Of a call with a batched side: both sides have as many sequences."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if x is not None:
+            check_tensor(name, x)
+    batch_q = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    batch_k = k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.numel() - 1
+    if q.dim() == k.dim() == 3 or batch_q == batch_k:
+        return
+    name, expected = ("k", f"the sequences of q, {batch_q}") if cu_seqlens_k is None else ("q", f"those of k, {batch_k}")
+    raise ShapeError(explain(name, expected, f"batch {batch_k if name == 'k' else batch_q}", "Packed ones need cu_seqlens."))
+
+
+def _flattened(x, other):
+    """Batched tensors of one side as packed ones: (x, other), cu_seqlens, max_seqlen. What has no 4 dims is refused later."""
+    batch, seqlen = x.shape[:2]
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen
+    packed = (y.flatten(0, 1) if isinstance(y, torch.Tensor) and y.dim() == 4 else y for y in (x, other))
+    return tuple(packed), cu_seqlens, seqlen
+
+
+def _unflattened(result, batched, return_lse):
+    """The way back of the results of a packed call. batched: (batch, seqlen_q)."""
+    out, lse = result if return_lse else (result, None)
+    out = out.unflatten(0, batched)
+    return (out, lse.unflatten(1, batched).transpose(0, 1).contiguous()) if return_lse else out
+
+
 def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
     """Rows of page_table; one out of range is the nearest one, where it is not refused."""
     for name, x in (("page_table", page_table), ("cache_batch_idx", cache_batch_idx), ("cu_seqlens_q", cu_seqlens_q)):
@@ -325,6 +392,14 @@ def _attend(operands, options, head_dim_v, return_lse):
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]
     return (out, lse) if return_lse else out
+
+
+def _written(buffer, result, name, of):
+    """The result, in the caller's buffer where there is one. of: what has the result's shape."""
+    if buffer is None:
+        return result
+    check_like(name, buffer, of, result.shape, result.dtype, result.device)
+    return buffer.copy_(result)
 
 
 def _no_parts(q):

@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from flashtile.checks import check_tensor, shape_of
+from flashtile.errors import ShapeError, explain
+
 
 def index_first_axis(input, indices):
     """Rows `indices`, int64 (n,), of input (rows, ...); their gradient goes back to these rows."""
@@ -15,8 +18,8 @@ def index_put_first_axis(values, indices, first_axis_dim):
 
 
 def index_first_axis_residual(input, indices):
-    """`index_first_axis`, and input itself without a gradient path."""
-    return index_first_axis(input, indices), input.detach()
+    """`index_first_axis`, and input itself; gradients of both reach input."""
+    return index_first_axis(input, indices), input
 
 
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
@@ -32,7 +35,12 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
         cu_seqlens (batch + 1,), int32;
         max_seqlen, an int: this waits for the device;
         seqused (batch,), int32, the tokens of each sequence.
+    Raises:
+        ShapeError, DtypeError: a mask that is not one of hidden_states.
     """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
     taken = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = taken.sum(-1, dtype=torch.int32)
     indices = taken.flatten().nonzero().flatten()
@@ -51,6 +59,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     Returns:
         hidden_states (total, ...), indices (total,), cu_seqlens (sequences + 1,), max_seqlen; as `unpad_input`.
     """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     used = attention_mask_in_length.sum(-1, keepdim=True)
     is_token = torch.arange(attention_mask_in_length.shape[1], device=used.device) < used
     indices = is_token.flatten().nonzero().flatten()
@@ -62,6 +71,12 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
 def pad_input(hidden_states, indices, batch, seqlen):
     """The way back from `unpad_input`: (total, ...) to (batch, seqlen, ...), 0 where there is no token."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _check_mask(name, mask, hidden_states):
+    check_tensor(name, mask)
+    if mask.shape != hidden_states.shape[:2]:
+        raise ShapeError(explain(name, f"shape {tuple(hidden_states.shape[:2])} as hidden_states has", shape_of(mask)))
 
 
 def _cu_seqlens(lengths):

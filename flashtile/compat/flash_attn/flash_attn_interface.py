@@ -10,7 +10,8 @@ What its conventions are, where they are not flashtile's own:
 - return_attn_probs=True returns (out, lse, S_dmask). A row without a visible key has lse +inf. S_dmask is an empty tensor
   without dropout; with it, see `dropped_scores`.
 - max_seqlen_q, max_seqlen_k and the two sides of window_size may be tensors; reading one waits for its device. Numbers may be
-  numpy's.
+  numpy's. A softcap below 0 is off, and num_splits below 1 is 0.
+- A cache with more rows than q has sequences, without cache_batch_idx, is used in its first rows.
 
 What differs, because flash_attn is narrower there or its answer is an artefact of its kernels:
 
@@ -20,7 +21,9 @@ What differs, because flash_attn is narrower there or its answer is an artefact 
   adds slope * j instead: the same out, an lse that is larger by slope * (i + seqlen_k - seqlen_q).
 - The dropout mask is flashtile's own: another mask for the same seed, and a probability rounded to 15 bits, not to 8.
 - S_dmask is computed apart, in torch, in memory that grows with seqlen_q * seqlen_k.
-- A page of a cache may have any size, and a sequence appends to a paged cache as well as to another.
+- A page of a cache may have any size, and a sequence appends to a paged cache as well as to another. `leftpad_k` of
+  `_flash_attn_varlen_forward` goes with pages too.
+- Neither the operators torch.ops.flash_attn nor the autograd classes (FlashAttnFunc and its kin) are there.
 
 The functions with an underscore are those that programs for long sequences import (ring attention, context parallelism): one
 direction each, without autograd, in flash_attn's order of arguments and results, keyword or not.
@@ -30,9 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import api, ops
+from flashtile.checks import check_int32
 from flashtile.compat.arguments import (
     as_int,
     as_number,
+    check_backward,
     check_dims_before_padding,
     check_rows,
     check_tensor,
@@ -44,11 +49,14 @@ from flashtile.compat.arguments import (
     padded,
     padded_rows,
     renamed,
+    softcap_of,
+    splits_of,
     strided_rows,
     unpacked,
+    unstrided,
 )
 from flashtile.errors import DtypeError, FlashtileError, UnsupportedError, explain
-from flashtile.problem import INT32_MAX, AttentionProblem, Operands
+from flashtile.problem import INT32_MAX, Operands
 from flashtile.reference.dropout import keep_scale
 from flashtile.reference.lengths import sequences
 from flashtile.reference.scores import logits
@@ -186,9 +194,10 @@ def flash_attn_with_kvcache(
     """
     return _with_cache(
         q, k_cache, v_cache, None, window_size, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        cache_seqlens=lengths_of(cache_seqlens), cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
-        block_table=block_table, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
-        rotary_interleaved=bool(rotary_interleaved), alibi_slopes=alibi_slopes, num_splits=num_splits,
+        cache_seqlens=unstrided(lengths_of(cache_seqlens)),
+        cache_batch_idx=None if cache_batch_idx is None else unstrided(cache_batch_idx), cache_leftpad=cache_leftpad,
+        block_table=None if block_table is None else unstrided(block_table), softmax_scale=softmax_scale, causal=causal,
+        softcap=softcap, rotary_interleaved=bool(rotary_interleaved), alibi_slopes=alibi_slopes, num_splits=num_splits,
         return_lse=return_softmax_lse,
     )  # fmt: skip
 
@@ -216,14 +225,17 @@ def _flash_attn_varlen_forward(
     """`_flash_attn_forward` on packed sequences; lse (num_heads, total_q).
 
     Args:
-        block_table, leftpad_k: keys in pages or in a cache, see `flash_attn_varlen_func`; cu_seqlens_k gives lengths alone.
-        seqused_k: (batch,), int32: the lengths instead of those of cu_seqlens_k.
+        block_table: keys in pages, see `flash_attn_varlen_func`; cu_seqlens_k gives lengths alone.
+        leftpad_k: (batch,), int32: so many keys at the start of a sequence are not seen; packed, in pages, or in a cache of 4
+            dims, of which cu_seqlens_k gives lengths alone.
+        seqused_k: (batch,), int32: the lengths instead of those of cu_seqlens_k, padding counted.
         num_splits: into how many parts keys in pages are cut; else nothing.
         zero_tensors: rows of no sequence are always 0.
     """
     max_seqlen_q, max_seqlen_k = as_int(max_seqlen_q), as_int(max_seqlen_k)
     window_size = window_size_left, window_size_right
-    if block_table is not None or leftpad_k is not None:
+    skips = leftpad_k is not None and block_table is None and isinstance(k, torch.Tensor) and k.dim() == 3
+    if not skips and (block_table is not None or leftpad_k is not None):
         if dropout_p:
             raise UnsupportedError(explain("block_table", "dropout_p == 0 beside it", f"dropout_p = {dropout_p}"))
         if seqused_k is None:
@@ -242,7 +254,34 @@ def _flash_attn_varlen_forward(
     operands = Operands(*strided_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, None, seqused_k, alibi_slopes)
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap)
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _forward(operands, options, return_softmax)
+    if not skips:
+        return _forward(operands, options, return_softmax)
+    out, lse, probs, rng_state = _forward(_behind_padding(operands, leftpad_k), options, return_softmax)
+    return out, lse, probs[1::2], rng_state
+
+
+def _behind_padding(operands, leftpad_k):
+    """Packed operands without the first leftpad_k keys of each sequence: these become a sequence of their own, in front of it
+    and without a query, so that the batch is twice as large."""
+    q, cu_seqlens_q, cu_seqlens_k, used, slopes = (
+        operands.q, operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k, operands.alibi_slopes,
+    )  # fmt: skip
+    indices = {"leftpad_k": leftpad_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    indices |= {} if used is None else {"seqused_k": used}
+    for name, x in indices.items():
+        check_tensor(name, x)
+    batch = leftpad_k.numel()
+    for name, x in indices.items():
+        check_int32(name, x, q.device, (batch + 1 if name.startswith("cu_") else batch,))
+    lengths = cu_seqlens_k.diff() if used is None else used
+    skipped = torch.minimum(leftpad_k, lengths)
+    starts = cu_seqlens_k[:-1]
+    return operands._replace(
+        cu_seqlens_q=cu_seqlens_q.repeat_interleave(2)[:-1],
+        cu_seqlens_k=torch.cat([torch.stack([starts, starts + skipped], 1).flatten(), cu_seqlens_k[-1:]]),
+        seqused_k=torch.stack([torch.zeros_like(skipped), lengths - skipped], 1).flatten(),
+        alibi_slopes=slopes.repeat_interleave(2, 0) if isinstance(slopes, torch.Tensor) and slopes.dim() == 2 else slopes,
+    )
 
 
 def _flash_attn_backward(
@@ -303,8 +342,7 @@ def dropped_scores(operands, problem):
     Returns:
         (batch, num_heads, seqlen_q, seqlen_k), both lengths rounded up to PROBS_BLOCK, the dtype of q; 0 outside.
     """
-    rows_q, rows_k = (-(-n // PROBS_BLOCK) * PROBS_BLOCK for n in (problem.seqlen_q, problem.seqlen_k))
-    result = operands.q.new_zeros(problem.batch, problem.num_heads, rows_q, rows_k)
+    result = _empty_scores(operands.q, problem)
     for seqs in sequences(operands, problem):
         if not seqs.seqlen_q or not seqs.seqlen_k:
             continue
@@ -333,13 +371,16 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
     if needs_padding(q, k_cache, v_cache, *((k, v) if appends else ())):
         _check_cache_dims(q, k_cache, v_cache, k, v)
     q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
+    if q.shape[0] < k_cache.shape[0] == v_cache.shape[0] and q.dim() == 4:
+        if block_table is None and options.get("cache_batch_idx") is None:
+            k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
     caches = padded(k_cache), padded(v_cache)
     result = api.attention_with_kvcache(
         padded(q), *caches, k=padded(k) if appends else k, v=padded(v) if appends else v, block_table=block_table,
         window=_window(window_size, _slots(k_cache, block_table) if capacity is None else capacity),
-        softmax_scale=_scale(softmax_scale, q), causal=bool(causal), softcap=as_number(softcap), num_splits=as_int(num_splits),
-        return_lse=bool(return_lse), rotary_cos=detached(rotary_cos), rotary_sin=detached(rotary_sin),
-        alibi_slopes=detached(alibi_slopes), **options,
+        softmax_scale=_scale(softmax_scale, q), causal=bool(causal), softcap=softcap_of(softcap),
+        num_splits=splits_of(num_splits), return_lse=bool(return_lse), rotary_cos=detached(rotary_cos),
+        rotary_sin=detached(rotary_sin), alibi_slopes=detached(alibi_slopes), **options,
     )  # fmt: skip
     if appends:
         for cache, used in zip((k_cache, v_cache), caches):
@@ -395,7 +436,7 @@ def _unless_all(side, seqlen_k):
 def _options(q, seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic=False):
     """flash_attn's options in flashtile's words. Where these ask for a bool, flash_attn takes what has a truth value."""
     return dict(causal=bool(causal), window=_window(window_size, seqlen_k), softmax_scale=_scale(softmax_scale, q),
-                softcap=as_number(softcap), dropout_p=as_number(dropout_p), deterministic=bool(deterministic))  # fmt: skip
+                softcap=softcap_of(softcap), dropout_p=as_number(dropout_p), deterministic=bool(deterministic))  # fmt: skip
 
 
 def _scale(softmax_scale, q):
@@ -433,6 +474,7 @@ def _backward(operands, options, dout, out, lse, gradients):
         raise UnsupportedError(explain("rng_state", "what the forward pass returned, with dropout", None))
     if options["dropout_p"] == 0:
         operands = operands._replace(rng_state=None)
+    check_backward(operands, dout, out, lse, gradients)
     lse = torch.where(lse == float("inf"), float("-inf"), lse).contiguous()
     results = ops.backward_op(contiguous(dout), None, contiguous(out), lse, *operands, *_flat(options))
     for wanted, result in zip(gradients, results):
@@ -449,7 +491,28 @@ def _flat(options):
 
 @torch.no_grad()
 def _probs(operands, options):
-    return dropped_scores(operands, AttentionProblem.from_tensors(operands, **options))
+    """S_dmask, as an op: torch.compile can't follow lengths that are read."""
+    return torch.ops.flashtile.dropped_scores.default(*operands, *_flat(options))
+
+
+torch.library.define("flashtile::dropped_scores", f"({ops.TENSORS}, {ops.OPTIONS}) -> Tensor")
+
+
+@torch.library.impl("flashtile::dropped_scores", ("CPU", "CUDA"))
+def _dropped_scores(*arguments):
+    operands, options = ops.split(arguments)
+    return dropped_scores(operands, ops.problem_of(operands, options))
+
+
+@torch.library.register_fake("flashtile::dropped_scores")
+def _dropped_scores_fake(*arguments):
+    operands, options = ops.split(arguments)
+    return _empty_scores(operands.q, ops.problem_of(operands, options))
+
+
+def _empty_scores(q, problem):
+    rows_q, rows_k = (-(-n // PROBS_BLOCK) * PROBS_BLOCK for n in (problem.seqlen_q, problem.seqlen_k))
+    return q.new_zeros(problem.batch, problem.num_heads, rows_q, rows_k)
 
 
 def _convert_lse(lse):

@@ -84,10 +84,19 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     return _Rotary.apply(kv, (tables,), (slice(0, 1),), interleaved, True)
 
 
+def rotate_half(x, interleaved=False):
+    """(-b, a) of each pair (a, b) of the last dim."""
+    first, second = _pairs(x, x.shape[-1] // 2, interleaved)
+    return torch.stack([-second, first], -1 if interleaved else -2).flatten(-2)
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Tables of cos and sin for the angles t * base ** (-2i / dim), made as long as needed, and their application in place.
 
     scale_base: not None scales queries up and keys down with their position (XPos, Sun et al. 2022).
+
+    _cos_cached and _sin_cached are the tables, None before the first call; with scale_base _cos_k_cached and _sin_k_cached are
+    those of the keys. _update_cos_sin_cache makes them.
     """
 
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
@@ -97,7 +106,8 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", self.base ** (-even / dim), persistent=False)
         scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
-        self._cached = None
+        self._seq_len_cached = 0
+        self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
     def forward(self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None):
         """Rotate qkv, or q and kv, in place.
@@ -105,7 +115,7 @@ class RotaryEmbedding(torch.nn.Module):
         Args:
             qkv: as in `apply_rotary_emb_qkv_`, or with kv only q, (batch, seqlen, heads, dim).
             kv: (batch, seqlen, 2, heads, dim).
-            seqlen_offset: an int, or (batch,) integers with max_seqlen.
+            seqlen_offset: an int, or (batch,) integers, which need max_seqlen or the tables of an earlier call.
             max_seqlen: length of the tables; default seqlen + seqlen_offset.
         Returns:
             qkv, or (q, kv).
@@ -115,34 +125,43 @@ class RotaryEmbedding(torch.nn.Module):
         else:
             _check_rows("qkv", qkv, packed=False)
             check_packed("kv", kv, 5)
-        if max_seqlen is None:
-            if isinstance(seqlen_offset, torch.Tensor):
-                raise ShapeError(explain("max_seqlen", "an int where seqlen_offset is a tensor", None))
-            max_seqlen = qkv.shape[1] + seqlen_offset
-        cos, sin, cos_k, sin_k = self._tables(max_seqlen, qkv)
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
+        elif not isinstance(seqlen_offset, torch.Tensor):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
+        elif self._cos_cached is None:
+            raise ShapeError(explain("max_seqlen", "an int where seqlen_offset is a tensor and there are no tables yet", None))
+        cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
         try:
             if kv is None:
                 return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
             q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-            return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+            tables_k = (cos, sin) if self.scale is None else (cos_k, sin_k)
+            return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
         except FlashtileError as error:
             raise renamed(error, MODULE_NAMES) from None
 
-    def _tables(self, seqlen, like):
-        """(cos, sin, cos_k, sin_k), kept from call to call."""
-        key = like.device, like.dtype, torch.is_inference_mode_enabled()
-        if self._cached is None or self._cached[0] != key or self._cached[1][0].shape[0] < seqlen:
-            positions = torch.arange(seqlen, device=like.device, dtype=torch.float32)
-            # The module may have been cast: angles need fp32.
-            even = torch.arange(0, self.dim, 2, device=like.device, dtype=torch.float32)
-            angles = torch.outer(positions, self.base ** (-even / self.dim))
-            cos, sin = angles.cos(), angles.sin()
-            grown = 1.0
-            if self.scale is not None:
-                grown = self.scale.to(like.device).float() ** ((positions - seqlen // 2) / self.scale_base)[:, None]
-            tables = cos * grown, sin * grown, cos / grown, sin / grown
-            self._cached = key, tuple(table.to(like.dtype) for table in tables)
-        return self._cached[1]
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        """Make tables of at least seqlen rows, unless they are there. Default: the device of the module, fp32."""
+        device = self.inv_freq.device if device is None else torch.device(device)
+        dtype = torch.float32 if dtype is None else dtype
+        cos = self._cos_cached
+        if cos is not None and seqlen <= self._seq_len_cached and cos.device == device and cos.dtype == dtype:
+            # Tables made in inference mode can't be kept for a backward pass
+            if torch.compiler.is_compiling() or not cos.is_inference() or torch.is_inference_mode_enabled():
+                return
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        # The module may have been cast: angles need fp32.
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, self.base ** (-even / self.dim))
+        cos, sin = angles.cos(), angles.sin()
+        self._seq_len_cached = seqlen
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        grown = self.scale.to(device).float() ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+        self._cos_cached, self._sin_cached = (cos * grown).to(dtype), (sin * grown).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / grown).to(dtype), (sin / grown).to(dtype)
 
 
 class _Rotary(torch.autograd.Function):
