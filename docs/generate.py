@@ -3,8 +3,8 @@
     python docs/generate.py          rewrite what stands between the markers <!-- results:NAME:begin --> and :end
     python docs/generate.py --check  exit 1 if that would change anything
 
-A marker's text is made by the function of its name in TABLES, from records under benchmarks/results/. Plots are SVG files that
-carry a stamp of their record and of this file.
+A marker's text is made by the function of its name in TABLES, from records under benchmarks/results/. A record that is not
+there gives a line that says so. Plots are SVG files that carry a stamp of their record and of this file.
 """
 
 import hashlib

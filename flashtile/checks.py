@@ -14,10 +14,14 @@ def shape_of(x) -> str:
     return f"shape {tuple(x.shape)}"
 
 
-def check_tensor(name, x, way_out="") -> None:
-    """A dense tensor. way_out: of a nested one."""
+def check_is_tensor(name, x) -> None:
     if not isinstance(x, torch.Tensor):
         raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
+
+
+def check_tensor(name, x, way_out="") -> None:
+    """A dense tensor. way_out: of a nested one."""
+    check_is_tensor(name, x)
     if x.is_nested:
         raise UnsupportedError(explain(name, "a tensor with one size a dim", "a nested tensor", way_out))
     if x.layout is not torch.strided:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_HAS_NOT, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, UnsupportedError
-from flashtile.problem import Operands
+from flashtile.problem import AttentionProblem, Operands
 
 
 class Unavailable(FlashtileError):
@@ -195,7 +195,6 @@ def _deterministic_refuses(case, mode, device):
 def compile_ahead(q, k, v, case, forward_only) -> dict[str, float]:
     """Compile flashtile's kernels for a case side by side; seconds until those of each direction were ready."""
     from flashtile import dispatch, ops
-    from flashtile.problem import AttentionProblem, Operands
 
     operands, lengths = Operands(q, k, v, alibi_slopes=case.alibi_slopes(q.device)), {}
     if case.varlen:

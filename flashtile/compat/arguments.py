@@ -10,17 +10,12 @@ from numbers import Real
 import torch
 import torch.nn.functional as F
 
-from flashtile.checks import check_device, is_int, shape_of
+from flashtile.checks import check_device, check_is_tensor, is_int, shape_of
 from flashtile.errors import DtypeError, ShapeError, explain
 from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, WIDER_HEADS, lse_dtype
 
 # What stands before the parts of a packed tensor of so many dims
 LEADING = {5: "batch, seqlen", 4: "total"}
-
-
-def check_tensor(name, x):
-    if not isinstance(x, torch.Tensor):
-        raise DtypeError(explain(name, "a torch.Tensor", type(x).__name__))
 
 
 def check_rows(q, k, v, names=("q", "k", "v")):
@@ -29,9 +24,9 @@ def check_rows(q, k, v, names=("q", "k", "v")):
         if q.dim() > 1 and k.dim() > 1 and v.dim() > 1:
             return
     for name, x in zip(names, (q, k, v)):
-        check_tensor(name, x)
+        check_is_tensor(name, x)
         if x.dim() < 2:
-            raise ShapeError(explain(name, "dims (..., seqlen, heads, dim)", f"shape {tuple(x.shape)}"))
+            raise ShapeError(explain(name, "dims (..., seqlen, heads, dim)", shape_of(x)))
 
 
 def strided_rows(q, k, v):
@@ -83,7 +78,7 @@ def unstrided(x):
 
 def check_like(name, x, of, shape, dtype, device):
     """A tensor that is read or written as another one is. of: what has that shape."""
-    check_tensor(name, x)
+    check_is_tensor(name, x)
     if x.shape != shape:
         raise ShapeError(explain(name, f"the shape of {of}, {tuple(shape)}", shape_of(x)))
     if x.dtype != dtype:
@@ -116,10 +111,10 @@ def detached(x):
 
 def check_packed(name, x, rank):
     """A tensor of as many parts as its name has letters, which lie along its third dim from the end."""
-    check_tensor(name, x)
+    check_is_tensor(name, x)
     if x.dim() != rank or x.shape[-3] != len(name):
         layout = f"({LEADING[rank]}, {len(name)}, heads, dim)"
-        raise ShapeError(explain(name, layout, f"shape {tuple(x.shape)}",
+        raise ShapeError(explain(name, layout, shape_of(x),
                                  f"Stack its parts: torch.stack([{', '.join(name)}], -3)."))  # fmt: skip
 
 
@@ -132,7 +127,7 @@ def unpacked(name, x, rank):
 def heads_of_packed(qkv, num_heads_q):
     """(num_heads_q, num_heads_kv) of qkv (batch, seqlen, num_heads_q + 2 * num_heads_kv, dim); None for one that is
     (batch, seqlen, 3, heads, dim)."""
-    check_tensor("qkv", qkv)
+    check_is_tensor("qkv", qkv)
     shape = tuple(qkv.shape)
     if len(shape) == 5 and shape[2] == 3:
         return None

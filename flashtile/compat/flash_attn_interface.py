@@ -23,14 +23,13 @@ What differs, or means nothing here:
 import torch
 
 from flashtile import api, ops
-from flashtile.checks import check_int32
+from flashtile.checks import check_device, check_int32, check_is_tensor, shape_of
 from flashtile.compat.arguments import (
     as_int,
     as_number,
     check_backward,
     check_like,
     check_rows,
-    check_tensor,
     contiguous,
     default_scale,
     detached,
@@ -46,7 +45,6 @@ from flashtile.compat.arguments import (
 )
 from flashtile.compat.flash_attn.flash_attn_interface import PROBS_BLOCK, _flat, _sides
 from flashtile.errors import (
-    DeviceError,
     DtypeError,
     FlashtileError,
     ShapeError,
@@ -224,7 +222,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     Returns:
         (out, lse (batch, seqlen_q, num_heads)).
     """
-    check_tensor("lse_partial", lse_partial)
+    check_is_tensor("lse_partial", lse_partial)
     # What has other dims is refused there
     lse_partial = lse_partial.transpose(2, 3) if lse_partial.dim() == 4 else lse_partial
     merged, lse = api.combine(out_partial, lse_partial, out_dtype=out_dtype)
@@ -258,7 +256,7 @@ def _flash_attn_forward(
              "rotary_cos": rotary_cos}  # fmt: skip
     for name, x in cache.items():
         if x is not None:
-            raise UnsupportedError(explain(name, "None", f"shape {tuple(x.shape)}", "Call flash_attn_with_kvcache."))
+            raise UnsupportedError(explain(name, "None", shape_of(x), "Call flash_attn_with_kvcache."))
     is_plain = cu_seqlens_q is None and cu_seqlens_k is None and seqused_q is None and seqused_k is None
     with torch.no_grad():
         if is_plain:
@@ -317,7 +315,7 @@ def _with_qv(q, k, v, qv):
     if qv is None:
         return padded_rows(q, k, v)
     check_rows(q, k, v)
-    check_tensor("qv", qv)
+    check_is_tensor("qv", qv)
     if q.shape[-1] + v.shape[-1] > MAX_HEAD_DIM:
         expected = f"head_dim + head_dim_v of at most {MAX_HEAD_DIM}"
         raise UnsupportedError(explain("qv", expected, f"{q.shape[-1]} + {v.shape[-1]}", LATENT))
@@ -328,22 +326,21 @@ def _with_qv(q, k, v, qv):
 def _check_joined(q, k, v, qv):
     """What torch.cat would refuse in words of its own, or promote."""
     for name, x in (("k", k), ("v", v), ("qv", qv)):
-        if x.device != q.device:
-            raise DeviceError(explain(name, f"the device of q, {q.device}", x.device, f"Move it: {name}.to(q.device)."))
+        check_device(name, x, q.device)
         if x.dtype != q.dtype and not is_autocast(q):
             raise DtypeError(explain(name, f"the dtype of q, {q.dtype}", x.dtype, f"Cast it: {name}.to(q.dtype)."))
     for name, x, of, shape in (("k", k, "v and the head_dim of q", (*v.shape[:-1], q.shape[-1])),
                                ("qv", qv, "q and the head_dim of v", (*q.shape[:-1], v.shape[-1]))):  # fmt: skip
         if x.shape != shape:
             expected = f"all but the last dim of {of}, {tuple(shape)}"
-            raise ShapeError(explain(name, expected, f"shape {tuple(x.shape)}"))
+            raise ShapeError(explain(name, expected, shape_of(x)))
 
 
 def _check_batches(q, k, cu_seqlens_q, cu_seqlens_k):
     """Of a call with a batched side: both sides have as many sequences."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x is not None:
-            check_tensor(name, x)
+            check_is_tensor(name, x)
     batch_q = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     batch_k = k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.numel() - 1
     if q.dim() == k.dim() == 3 or batch_q == batch_k:
@@ -371,7 +368,7 @@ def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
     """Rows of page_table; one out of range is the nearest one, where it is not refused."""
     for name, x in (("page_table", page_table), ("cache_batch_idx", cache_batch_idx), ("cu_seqlens_q", cu_seqlens_q)):
         if x is not None:
-            check_tensor(name, x)
+            check_is_tensor(name, x)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     check_int32("cache_batch_idx", cache_batch_idx, q.device, (batch,))
     if page_table.dim() != 2 or page_table.device != q.device:

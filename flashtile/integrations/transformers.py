@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtile import api
+from flashtile.checks import shape_of
 from flashtile.errors import UnsupportedError, ValueRangeError, explain
 from flashtile.problem import HEAD_DIM_MULTIPLE
 
@@ -81,7 +82,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     """
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
-            raise UnsupportedError(explain(name, "None", f"shape {tuple(kwargs[name].shape)}",
+            raise UnsupportedError(explain(name, "None", shape_of(kwargs[name]),
                                            f'Use attn_implementation="sdpa" for {what}.'))  # fmt: skip
     shown = getattr(attention_mask, _SHOWN, None) or _shown_by_arguments(module, is_causal, sliding_window)
     q, k, v = (_of_whole_head_dims(x.transpose(1, 2).to(value.dtype)) for x in (query, key, value))
@@ -90,7 +91,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     training = dict(dropout_p=dropout, deterministic=bool(deterministic))
     packing = position_ids, (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     out = _attend(q, k, v, attention_mask, shown, packing, options, training)
-    return out[..., : value.shape[-1]], None
+    return (out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]]), None
 
 
 def _of_whole_head_dims(x):
@@ -142,7 +143,7 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     seen = int(q_offset) + q_length - kv_offset if "causal_mask_function" in parts else kv_length
     if attention_mask is not None:
         if attention_mask.dim() != 2:
-            raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(attention_mask.shape)}",
+            raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", shape_of(attention_mask),
                                            'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
         width = min(seen, kv_length)
         # With a static cache of windows transformers asks twice: the second time for the mask that it got
@@ -268,7 +269,7 @@ _packings = WeakIdKeyDictionary()
 @torch.compiler.disable(reason="flashtile looks at the padding in a mask, which a graph can't")
 def _padding(mask):
     if mask.dim() != 2:
-        raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", f"shape {tuple(mask.shape)}",
+        raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", shape_of(mask),
                                        'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
     if mask not in _paddings:
         _paddings[mask] = _Padding(mask)

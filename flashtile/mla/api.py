@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flashtile.calls import again
-from flashtile.checks import check_bool, check_int, check_int32, check_number, check_tensor
+from flashtile.checks import check_bool, check_int, check_int32, check_number, check_tensor, shape_of
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
 from flashtile.mla.problem import HEAD_DIM_V, MlaOperands
@@ -54,7 +54,7 @@ def make_schedule(
     if indices is None:
         check_int32("cache_seqlens", cache_seqlens, cache_seqlens.device, (None,))
         if topk_length is not None:
-            raise ShapeError(explain("topk_length", "None without indices", f"shape {tuple(topk_length.shape)}"))
+            raise ShapeError(explain("topk_length", "None without indices", shape_of(topk_length)))
         if seqlen_q < 1:
             raise ShapeError(explain("seqlen_q", "at least 1", seqlen_q))
     else:

@@ -6,7 +6,7 @@ DeepSeek-V3.2; the rotary part keeps its 16 bits.
 
 import torch
 
-from flashtile.checks import check_tensor
+from flashtile.checks import check_tensor, shape_of
 from flashtile.errors import DtypeError, ShapeError, explain
 
 LATENT_DIM = 512
@@ -34,7 +34,7 @@ def pack_fp8(kv_cache: torch.Tensor) -> torch.Tensor:
     """
     check_tensor("kv_cache", kv_cache)
     if kv_cache.shape[-1:] != (LATENT_DIM + ROPE_DIM,):
-        raise ShapeError(explain("kv_cache", f"a last dim of {LATENT_DIM + ROPE_DIM}", f"shape {tuple(kv_cache.shape)}"))
+        raise ShapeError(explain("kv_cache", f"a last dim of {LATENT_DIM + ROPE_DIM}", shape_of(kv_cache)))
     if not kv_cache.is_floating_point() or kv_cache.element_size() < 2:
         raise DtypeError(explain("kv_cache", "dtype bfloat16, float16 or float32", kv_cache.dtype))
     latent, rope = kv_cache.split([LATENT_DIM, ROPE_DIM], -1)
@@ -71,7 +71,7 @@ def unpack_fp8(kv_cache: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> t
     if kv_cache.dtype not in DTYPES:
         raise DtypeError(explain("kv_cache", "dtype uint8, int8 or float8_e4m3fn", kv_cache.dtype))
     if kv_cache.shape[-1:] != (TOKEN_BYTES,):
-        raise ShapeError(explain("kv_cache", f"a last dim of {TOKEN_BYTES}", f"shape {tuple(kv_cache.shape)}"))
+        raise ShapeError(explain("kv_cache", f"a last dim of {TOKEN_BYTES}", shape_of(kv_cache)))
     latent, scales, rope = split_fp8(kv_cache)
     groups = latent.to(torch.float32).unflatten(-1, (NUM_SCALES, SCALE_GROUP)) * scales[..., None]
     return torch.cat([groups.flatten(-2).to(dtype), rope.to(dtype)], -1)

@@ -33,14 +33,13 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import api, ops
-from flashtile.checks import check_int32
+from flashtile.checks import check_int32, check_is_tensor
 from flashtile.compat.arguments import (
     as_int,
     as_number,
     check_backward,
     check_dims_before_padding,
     check_rows,
-    check_tensor,
     contiguous,
     default_scale,
     detached,
@@ -239,7 +238,7 @@ def _flash_attn_varlen_forward(
         if dropout_p:
             raise UnsupportedError(explain("block_table", "dropout_p == 0 beside it", f"dropout_p = {dropout_p}"))
         if seqused_k is None:
-            check_tensor("cu_seqlens_k", cu_seqlens_k)
+            check_is_tensor("cu_seqlens_k", cu_seqlens_k)
         names = PAGED_NAMES | {"cache_seqlens": "cu_seqlens_k.diff()" if seqused_k is None else "seqused_k"}
         try:
             out, lse = _with_cache(
@@ -269,7 +268,7 @@ def _behind_padding(operands, leftpad_k):
     indices = {"leftpad_k": leftpad_k, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     indices |= {} if used is None else {"seqused_k": used}
     for name, x in indices.items():
-        check_tensor(name, x)
+        check_is_tensor(name, x)
     batch = leftpad_k.numel()
     for name, x in indices.items():
         check_int32(name, x, q.device, (batch + 1 if name.startswith("cu_") else batch,))

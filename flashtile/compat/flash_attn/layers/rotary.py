@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from flashtile.compat.arguments import check_packed, check_tensor, heads_of_packed, lengths_of, renamed
+from flashtile.checks import check_is_tensor, shape_of
+from flashtile.compat.arguments import check_packed, heads_of_packed, lengths_of, renamed
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, ValueRangeError, explain
 
 # Names of arguments, and what RotaryEmbedding calls them
@@ -201,10 +202,10 @@ def _pairs(x, pairs, interleaved):
 
 
 def _check_rows(name, x, packed):
-    check_tensor(name, x)
+    check_is_tensor(name, x)
     if x.dim() != (3 if packed else 4):
         layout = "(total, heads, dim) beside cu_seqlens" if packed else "(batch, seqlen, heads, dim)"
-        raise ShapeError(explain(name, layout, f"shape {tuple(x.shape)}"))
+        raise ShapeError(explain(name, layout, shape_of(x)))
     _check_floating(name, x)
 
 
@@ -220,11 +221,11 @@ def _check_columns(name, cos, x):
 
 def _check_tables(cos, sin, names):
     for name, x in zip(names, (cos, sin)):
-        check_tensor(name, x)
+        check_is_tensor(name, x)
     if cos.dim() != 2:
-        raise ShapeError(explain(names[0], "shape (positions, rotary_dim / 2)", f"shape {tuple(cos.shape)}"))
+        raise ShapeError(explain(names[0], "shape (positions, rotary_dim / 2)", shape_of(cos)))
     if cos.shape != sin.shape:
-        raise ShapeError(explain(names[1], f"the shape of {names[0]}, {tuple(cos.shape)}", f"shape {tuple(sin.shape)}"))
+        raise ShapeError(explain(names[1], f"the shape of {names[0]}, {tuple(cos.shape)}", shape_of(sin)))
 
 
 def _check_offsets(offsets, batch):
@@ -232,7 +233,7 @@ def _check_offsets(offsets, batch):
         if offsets.dtype not in (torch.int32, torch.int64):
             raise DtypeError(explain("seqlen_offsets", "dtype torch.int32 or torch.int64", offsets.dtype))
         if tuple(offsets.shape) != (batch,):
-            raise ShapeError(explain("seqlen_offsets", f"an int, or shape ({batch},)", f"shape {tuple(offsets.shape)}"))
+            raise ShapeError(explain("seqlen_offsets", f"an int, or shape ({batch},)", shape_of(offsets)))
     elif isinstance(offsets, bool) or not isinstance(offsets, (int, torch.SymInt)):
         raise DtypeError(explain("seqlen_offsets", "an int or a tensor of ints", repr(offsets)))
     elif offsets < 0:
@@ -245,9 +246,9 @@ def _tables(cos, sin, x, seqlen, offsets, cu_seqlens=None, names=("cos", "sin"))
     _check_tables(cos, sin, names)
     _check_columns(names[0], cos, x)
     if cu_seqlens is not None:
-        check_tensor("cu_seqlens", cu_seqlens)
+        check_is_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-            raise ShapeError(explain("cu_seqlens", "shape (batch + 1,)", f"shape {tuple(cu_seqlens.shape)}"))
+            raise ShapeError(explain("cu_seqlens", "shape (batch + 1,)", shape_of(cu_seqlens)))
     offsets = lengths_of(offsets)
     _check_offsets(offsets, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     cos, sin = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (cos, sin))
