@@ -4,6 +4,7 @@
     python tests/offline.py features 90    the 16 bit rows, with every option of the API
     python tests/offline.py sample 90      a kernel of this file, to test flashtile.bench.offline itself
     python tests/offline.py dead           rows that dispatch can't choose anywhere
+    python tests/offline.py aligned 80     head dims that are multiples of 8 and not of 16, in calls of every kind
 
 A script of its own: Triton's interpreter, which the other tests use, and its compiler exclude each other in one process. The
 launch functions of the package run as they are, on "meta" tensors; only the launch itself is left out.
@@ -20,8 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from flashtile import hardware, tiles
+from flashtile import dispatch, hardware, tiles
 from flashtile.bench import offline
+from flashtile.kvcache_problem import CacheProblem
 from flashtile.portable import KERNELS, backward, forward
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import AttentionProblem, Operands
@@ -130,6 +132,25 @@ def compile_rows(arch, features=False):
         }  # fmt: skip
 
 
+def compile_rows_in_16_bytes(arch):
+    """Yield the report of each kernel of calls whose strides are multiples of 16 bytes and not of 16 elements."""
+    device = next(device for device in hardware.DEVICES.values() if device.sm == arch)
+    shape = dict(batch=2, seqlen_q=1024, seqlen_k=1024, num_heads=4, num_heads_kv=4, softmax_scale=0.1, window=(None, 0))
+    for dim in (40, 72):
+        problem = AttentionProblem(**shape, head_dim=dim, head_dim_v=dim, dtype=torch.bfloat16)
+        for direction in ("forward", "backward"):
+            plan = dispatch.plan(problem, device, direction)
+            for report in offline.compile_plan(problem, plan, arch, direction, sass=True):
+                yield asdict(report) | {"call": f"{dim} {direction}"}
+    for dim, page_size in ((72, None), (136, 64)):
+        problem = CacheProblem(batch=4, seqlen_q=1, capacity=4096, num_heads=8, num_heads_kv=2, head_dim=dim, head_dim_v=dim,
+                               page_size=page_size, seqlen_new=1, dtype=torch.bfloat16, cache_dtype=torch.bfloat16,
+                               softmax_scale=0.1, window=(None, None))  # fmt: skip
+        plan = dispatch.plan(problem, device, "decode")
+        for report in offline.compile_decode(problem, plan, device, sass=True):
+            yield asdict(report) | {"call": f"{dim} decode"}
+
+
 class Matrix(NamedTuple):
     ptr: Any
     row_stride: Any
@@ -167,6 +188,7 @@ def main(what, arch="90"):
         "features": lambda arch: compile_rows(arch, features=True),
         "sample": compile_sample,
         "dead": lambda arch: dead_rows(),
+        "aligned": compile_rows_in_16_bytes,
     }
     for line in modes[what](int(arch)):
         print(json.dumps(line), flush=True)

@@ -75,6 +75,20 @@ def test_all_features_at_once_compile(arch):
     assert not problems, "\n" + "\n".join(problems)
 
 
+@pytest.mark.parametrize(("arch", "kernels"), [
+    (80, {"attention_forward", "attention_delta", "attention_dkdv", "attention_dq"}),
+    (90, {"attention_forward", "backward_rows", "attention_backward", "backward_convert"}),
+])  # fmt: skip
+def test_rows_of_head_dims_like_72_are_loaded_16_bytes_at_once(arch, kernels):
+    """Triton looks for strides that are multiples of 16 elements. Where it found none, decode of head dim 136 took 27 times as
+    long as it might."""
+    rows = _compile("aligned", arch)
+    assert {row["kernel"] for row in rows} >= kernels | {"append_rows", "decode_attention"}
+    # A program that merges may have fewer numbers than threads
+    narrow = [row for row in rows if row["narrow_accesses"] and row["kernel"] != "merge_parts"]
+    assert not narrow
+
+
 def test_every_row_is_chosen_somewhere():
     """A row that no device and no problem reaches is dead, and the tests above would not see it."""
     assert _compile("dead") == []

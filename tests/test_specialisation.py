@@ -163,5 +163,30 @@ def test_numbers_of_a_call_compile_nothing_anew():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(("layout", "dim", "dtype", "in_16_bytes"), [
+    ("contiguous", 64, torch.bfloat16, False),  # Triton sees it
+    ("contiguous", 72, torch.bfloat16, True),
+    ("contiguous", 40, torch.float16, True),
+    ("contiguous", 72, torch.float32, True),
+    ("packed", 72, torch.bfloat16, True),
+    ("heads first", 72, torch.bfloat16, True),
+    ("one element apart", 72, torch.bfloat16, False),
+    ("contiguous", 72, torch.float8_e4m3fn, False),
+])  # fmt: skip
+def test_rows_say_that_strides_are_multiples_of_16_bytes(layout, dim, dtype, in_16_bytes):
+    from flashtile.device.tensors import Rows, RowsIn16Bytes, rows_of
+
+    x = torch.empty(2, 5, 3, dim, dtype=dtype)
+    if layout == "packed":
+        x = x[0]
+    elif layout == "heads first":
+        x = torch.empty(2, 3, 5, dim, dtype=dtype).transpose(1, 2)
+    elif layout == "one element apart":
+        x = torch.empty(2, 5, 3, dim + 1, dtype=dtype)[..., :dim]
+    rows = rows_of(x)
+    assert isinstance(rows, RowsIn16Bytes if in_16_bytes else Rows)
+    assert rows[1:4] == (0,) * (x.dim() == 3) + x.stride()[:-1]
+
+
 if __name__ == "__main__":
     _compare()

@@ -30,6 +30,8 @@ from flashtile.errors import UnsupportedError, explain
 # Tensor core instructions: wgmma is HGMMA (QGMMA for fp8), tcgen05.mma UTC?MMA, mma.sync HMMA (IMMA int8, DMMA fp64).
 _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|QMMA|IMMA|DMMA|UTC[A-Z]*MMA)\b")
 _LOCAL_MEMORY = re.compile(r"\b(LDL|STL)\b")
+# Of a byte or two
+_NARROW = re.compile(r"\b(?:LDG|STG)\.\S*?[SU](?:8|16)\b")
 # Of cuobjdump -sass: address, instruction without its predicate, and the upper half of its encoding, whose bits from 41 on say,
 # since sm_70, which of six counters it sets when it is done (46 to 48), and which it waits for before it starts (52 to 57)
 _INSTRUCTION = re.compile(
@@ -66,6 +68,8 @@ class CompiledReport:
     # Of the machine code, with sass=True: tensor core instructions by name, and loads and stores of local memory
     tensor_core: dict[str, int] = field(default_factory=dict)
     local_accesses: int | None = None
+    # Too: loads and stores of global memory of less than 4 bytes a thread, as of rows that are not known to be aligned
+    narrow_accesses: int | None = None
     # Too: loads from shared memory that may be under way while TMA writes there (sm_90), see `early_releases`
     early_releases: tuple[str, ...] | None = None
     # With ptxas=True: what ptxas warned of
@@ -275,6 +279,7 @@ def _instructions(code):
     return {
         "tensor_core": dict(Counter(_TENSOR_CORE.findall(code))),
         "local_accesses": len(_LOCAL_MEMORY.findall(code)),
+        "narrow_accesses": len(_NARROW.findall(code)),
         "early_releases": early_releases(code),
     }
 

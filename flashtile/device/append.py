@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashtile.device import cache, chain
-from flashtile.device.tensors import per_head_of, per_head_ptr, rows_of
+from flashtile.device.tensors import aligned, per_head_of, per_head_ptr, rows_of
 
 # Heads of a program; the largest finite number of fp8 (e4m3)
 HEADS = 16
@@ -93,6 +93,8 @@ def append_rows(
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if HAS_DEPENDENT:
         chain.allow()
+    q, q_rotated, k, v = aligned(q), aligned(q_rotated), aligned(k), aligned(v)
+    k_cache, v_cache = aligned(k_cache), aligned(v_cache)
     row = tl.program_id(0)
     # A cache may lie as (heads, slots, dim): heads times their stride needs 64 bits
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)

@@ -6,7 +6,7 @@ import triton.language as tl
 from flashtile.device import chain
 from flashtile.device.launch import launch_now
 from flashtile.device.merge import ELEMENTS, chunk_of, merge_rows, store_rows
-from flashtile.device.tensors import Rows, head_ptr, rows_of
+from flashtile.device.tensors import Rows, aligned, head_ptr, rows_of
 
 
 @triton.jit(do_not_specialize=["num_splits", "seqlen_q", "num_heads", "num_rows"])
@@ -19,6 +19,7 @@ def combine_splits(
     CHAINED: see chain.py.
     """
     chain.begin(CHAINED)
+    out_partial, out = aligned(out_partial), aligned(out)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = number < num_rows
     head = number % num_heads
@@ -40,7 +41,7 @@ def launch(out_partial, lse_partial, out, lse, launch=launch_now, chained=False)
     splits, batch, seqlen_q, heads, dim = out_partial.shape
     if not out.numel():
         return
-    out_rows = Rows(out_partial, *out_partial.stride()[1:4])
+    out_rows = rows_of(out_partial[0])
     lse_rows = Rows(lse_partial, lse_partial.stride(1), lse_partial.stride(3), lse_partial.stride(2))
     num_rows = batch * seqlen_q * heads
     block_dim = max(4, triton.next_power_of_2(dim))

@@ -18,14 +18,41 @@ class Rows(NamedTuple):
     head_stride: Any
 
 
-def rows_of(x, lse=False) -> Rows:
+class RowsIn16Bytes(NamedTuple):
+    """Rows with strides of multiples of 16 bytes; Triton looks for multiples of 16 elements. For `aligned`."""
+
+    ptr: Any
+    batch_stride: Any
+    row_stride: Any
+    head_stride: Any
+    # A constant to Triton, and no argument of a kernel
+    yes: Any = 1
+
+
+def rows_of(x, lse=False) -> Rows | RowsIn16Bytes:
     """Pointer and strides of (batch, seqlen, heads, dim), or with lse of (batch, heads, seqlen); packed ones have no batch."""
     strides = x.stride()
     if lse:
         batch, head, row = strides if len(strides) == 3 else (0, *strides)
+        return Rows(x, batch, row, head)
+    batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
+    if all(stride % 16 == 0 for stride in (batch, row, head)):
+        return Rows(x, batch, row, head)
+    in_16_bytes = all(stride * x.element_size() % 16 == 0 for stride in (batch, row, head))
+    return (RowsIn16Bytes if in_16_bytes else Rows)(x, batch, row, head)
+
+
+@triton.jit
+def aligned(x):
+    """Rows x, of which the compiler knows what RowsIn16Bytes says.
+
+    Of head dims such as 72 it would otherwise load single numbers, and none ahead.
+    """
+    if len(x) == 4:
+        return x
     else:
-        batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
-    return Rows(x, batch, row, head)
+        UNIT: tl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
+        return Rows(x.ptr, x.batch_stride // UNIT * UNIT, x.row_stride // UNIT * UNIT, x.head_stride // UNIT * UNIT)
 
 
 class PerHead(NamedTuple):

@@ -101,7 +101,7 @@ from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
 from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
-from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
+from flashtile.device.tensors import aligned, head_ptr, load_tile, rows_of, store_tile
 from flashtile.gradients import sinks_gradient
 from flashtile.hopper import arguments, backward_config, boxes
 from flashtile.hopper.arguments import descriptor, packed_descriptor
@@ -1320,6 +1320,9 @@ def backward_rows(
     under a softcap. Rows past the end and rows without a key get what makes p 0. CHAINED: see chain.py.
     """
     chain.begin(CHAINED)
+    out, dout = aligned(out), aligned(dout)
+    if dq is not None:
+        dq = aligned(dq)
     program = tl.program_id(0)
     if program <= num_counters // CLEARED:
         places = program * CLEARED + tl.arange(0, CLEARED)
@@ -1380,6 +1383,7 @@ def backward_convert(
 ):  # fmt: skip
     """dq = scale * dq_sum, which has SUM_D numbers a row, in the dtype of dq. right, CHAINED: as in `backward_rows`."""
     chain.begin(CHAINED)
+    dq = aligned(dq)
     at = _rows_of_program(packing, batch, seqlen_q, padded_rows, num_tiles, num_heads, TILE_M)
     if right is not None:
         if is_alone(at.lengths, right, TILE_N):

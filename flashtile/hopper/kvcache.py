@@ -29,7 +29,7 @@ from flashtile.problem import Operands, is_unaligned
 
 def _in_units(x) -> Rows:
     """`rows_of` with strides in units of 16 bytes."""
-    ptr, *strides = rows_of(x)
+    ptr, *strides = rows_of(x)[:4]
     return Rows(ptr, *(stride * x.element_size() // 16 for stride in strides))
 
 

@@ -31,7 +31,7 @@ from flashtile.device import groups, masks, schedule, scores
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
-from flashtile.device.tensors import head_ptr, load_tile, rows_of, store_tile
+from flashtile.device.tensors import aligned, head_ptr, load_tile, rows_of, store_tile
 from flashtile.gradients import sinks_gradient, slopes_gradient
 from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.portable.arguments import common_arguments
@@ -44,6 +44,7 @@ def attention_delta(
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
+    out, dout = aligned(out), aligned(dout)
     work = schedule.tile_of_program(num_tiles, num_heads, None, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M
@@ -130,6 +131,7 @@ def attention_dkdv(
 
     With `splits` parts of a group, GROUP_SIZE heads each, in its part; dk and dv are then those of parts.
     """
+    q, k, v, dout, dk, dv = aligned(q), aligned(k), aligned(v), aligned(dout), aligned(dk), aligned(dv)
     work = schedule.tile_of_program(num_tiles, num_heads // GROUP_SIZE, tail_heads, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     col_begin = work.tile * TILE_N
@@ -206,6 +208,9 @@ def attention_dq(
     dq: Rows; or None, and dslopes, fp32 (batch, num_heads, num_tiles): what each program adds to a slope's gradient.
     """
     OF_SLOPES: tl.constexpr = dslopes is not None
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    if dq is not None:
+        dq = aligned(dq)
     work = schedule.tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M

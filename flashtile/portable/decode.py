@@ -40,7 +40,7 @@ from flashtile.device.masks import Window
 from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
 from flashtile.device.numerics import NEG_INF, dot
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.device.tensors import head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
+from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
@@ -489,6 +489,7 @@ def decode_attention(
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if lse is not None:
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
+    q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
     program = tl.program_id(0)
     if HAS_DEPENDENT:
         chain.allow()
@@ -558,6 +559,7 @@ def merge_parts(
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if lse is not None:
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
+    out = aligned(out)
     program = tl.program_id(0)
     if BALANCED:
         num_shares = num_programs // SIDE

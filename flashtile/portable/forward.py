@@ -39,7 +39,7 @@ from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import load_lengths
 from flashtile.device.numerics import NEG_INF, dot
-from flashtile.device.tensors import head_ptr, load_tile, prefetch_rows, rows_of, store_tile
+from flashtile.device.tensors import aligned, head_ptr, load_tile, prefetch_rows, rows_of, store_tile
 from flashtile.outputs import forward_outputs
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
@@ -77,6 +77,7 @@ def attention_forward(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None."""
+    q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
     work = schedule.tile_of_program(num_tiles, num_heads, tail_heads, LAST_FIRST=window.right is not None)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
     row_begin = work.tile * TILE_M

@@ -88,13 +88,15 @@ def run_ladder():
         print(f"rung {rung.number}: ran", flush=True)
 
 
-def run_kvcache():
-    """Every case on a cache; also a call whose lengths and pages point outside."""
+def run_kvcache(*names):
+    """Every case on a cache, or those of these names; also a call whose lengths and pages point outside."""
     from cache_cases import CASES, FP8_CASES
 
     import flashtile
 
     for case in CASES + FP8_CASES:
+        if names and case.name not in names:
+            continue
         call = case.make(torch.bfloat16, "cuda")
         call.run()
         torch.cuda.synchronize()
@@ -112,7 +114,7 @@ def main(tier, *names):
     if tier == "ladder":
         return run_ladder()
     if tier == "kvcache":
-        return run_kvcache()
+        return run_kvcache(*names)
     if tier == "control":
         hand_over()
         return
