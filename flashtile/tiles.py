@@ -627,6 +627,10 @@ def _narrow(problem, num_sms) -> bool:
     return problem.head_dim <= 96
 
 
+def _below_256(problem, num_sms) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) < 256
+
+
 def _in_rows(problem, num_sms) -> bool:
     return not problem.page_size
 
@@ -679,6 +683,8 @@ DECODE = (
     DecodeRow(128, 2, 4, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
+    # Of two blocks of columns, or with columns of zeros, see `portable.decode.blocks_of`
+    DecodeRow(256, 2, 16, DecodeConfig(16, 32, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_below_256),
     DecodeRow(256, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_in_rows_or_few_keys),
     # Head dim 64 is faster with 64 rows
     DecodeRow(64, 2, None, DecodeConfig(64, 64, 4, 3, 2), "sm_90", _DECODE_BOTH),

@@ -303,6 +303,13 @@ CASES = [
     CacheCase("mha", heads=3, heads_kv=3),
     CacheCase("mqa_dims_40_24", heads=5, heads_kv=1, head_dim=40, head_dim_v=24),
     CacheCase("dim_128_256", head_dim=128, head_dim_v=256),
+    # Rows of 16 bytes that are not of 16 numbers; two blocks of columns, or one and zeros
+    CacheCase("dim_72_append", head_dim=72, new=1, lengths=(37, 0, 95)),
+    CacheCase("dim_136_paged", head_dim=136, page_size=16, seqlen_q=2, causal=True),
+    CacheCase("dim_144_200", head_dim=144, head_dim_v=200, num_splits=2),
+    CacheCase("dim_192_window", head_dim=192, page_size=64, capacity=192, lengths=(64, 65, 180), window=(50, 0), softcap=5.0),
+    CacheCase("dim_192_128", heads=8, heads_kv=2, head_dim=192, head_dim_v=128, sinks=True),
+    CacheCase("dim_160_many_rows", heads=40, heads_kv=2, head_dim=160, seqlen_q=5, causal=True),
     CacheCase("group_20", heads=20, heads_kv=1),
     CacheCase("several_queries", seqlen_q=5, causal=True),
     CacheCase("several_queries_full", seqlen_q=5, heads=6),

@@ -19,7 +19,7 @@ A row tile reads q once, most small ones with each key tile, and its keys and va
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
 block table.
 
-What it reaches is recorded (decode.json): with 0.5 GB of keys and values of head dim 128 and more, on an H200 0.95 of the rate
+What it reaches is recorded (decode.json): with 0.5 GB of keys and values of head dim 128 and more, on an H200 0.93 of the rate
 of a copy and better. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two 5.1. Everything
 that was tried, with its figures: docs/kernels/decode.md.
 
@@ -44,10 +44,12 @@ from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_pt
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.tiles import padded_dim
+from flashtile.tiles import live_columns, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
+# Columns that may be two blocks, see `blocks_of`; rows from which wgmma takes products
+SPLIT_FROM, ROWS_OF_WGMMA = 256, 64
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # Rows of a program of merge_parts where few row tiles are split
@@ -162,8 +164,10 @@ def _row_tile(number, window, num_tiles, num_heads_kv):
 
 @triton.jit
 def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
-               TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """(TILE_N, BLOCK_DIM) of k or v from key col_begin on; zeros past the sequence. page: `_pages_of_tile`.
+               TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COL: tl.constexpr,
+               WIDE: tl.constexpr):  # fmt: skip
+    """(TILE_N, BLOCK_DIM) of k or v from key col_begin and column COL on, zeros past the sequence and DIM columns. page:
+    `_pages_of_tile`.
 
     left: of the window, for v, or None. A server frees pages before it: they may hold nan, which weights of 0 do not hide.
     """
@@ -174,7 +178,7 @@ def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.const
         mask = mask & (cols >= lengths.seqlen_k - lengths.seqlen_q - left)[:, None]
     if DIM != BLOCK_DIM:
         mask = mask & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    ptr = x.ptr + head.to(tl.int64) * x.head_stride
+    ptr = x.ptr + head.to(tl.int64) * x.head_stride + COL
     if PAGE_SIZE == 0:
         ptr += row.to(tl.int64) * x.batch_stride + (lengths.start_k + col_begin).to(tl.int64) * x.row_stride
         ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
@@ -191,6 +195,19 @@ def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.const
         rows = page.to(tl.int64) * x.batch_stride + ((lengths.start_k + cols) % PAGE_SIZE).to(tl.int64) * x.row_stride
         ptrs = ptr + rows[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
     return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_key_blocks(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
+                     TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+                     WIDE: tl.constexpr):  # fmt: skip
+    """All DIM columns by `_load_keys`: a tuple of BLOCK of them and, unless it is 0, of REST behind these."""
+    if REST == 0:
+        return (_load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE, PAGES, TILE_N, DIM, BLOCK, 0, WIDE),)
+    else:
+        return (_load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE, PAGES, TILE_N, BLOCK, BLOCK, 0, WIDE),
+                _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE, PAGES, TILE_N, DIM - BLOCK, REST, BLOCK,
+                           WIDE))  # fmt: skip
 
 
 @triton.jit
@@ -221,12 +238,45 @@ def _row_ptrs(x, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
 
 @triton.jit
 def _load_queries(q, part, lengths, wanted, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  BLOCK_D: tl.constexpr):  # fmt: skip
-    """(TILE_M, BLOCK_D); zeros past the sequence, and where none are wanted."""
-    dims = tl.arange(0, BLOCK_D)
+                  BLOCK_D: tl.constexpr, REST_D: tl.constexpr):  # fmt: skip
+    """(TILE_M, BLOCK_D), and (TILE_M, REST_D) of the columns behind if there are; zeros past the sequence, and where none are
+    wanted."""
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
-    mask = (wanted & (tokens < lengths.seqlen_q))[:, None] & (dims < HEAD_DIM)[None, :]
-    return tl.load(_row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M)[:, None] + dims[None, :], mask=mask, other=0.0)
+    ptrs = _row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M)[:, None]
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = (wanted & (tokens < lengths.seqlen_q))[:, None]
+    tiles = (tl.load(ptrs + dims[None, :], mask=row_mask & (dims < HEAD_DIM)[None, :], other=0.0),)
+    if REST_D > 0:
+        rest = BLOCK_D + tl.arange(0, REST_D)
+        tiles = tiles + (tl.load(ptrs + rest[None, :], mask=row_mask & (rest < HEAD_DIM)[None, :], other=0.0),)
+    return tiles
+
+
+@triton.jit
+def _zeros(TILE_M: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, dtype: tl.constexpr):
+    """Of the shapes that `_load_queries` has."""
+    if REST == 0:
+        return (tl.zeros((TILE_M, BLOCK), dtype),)
+    else:
+        return tl.zeros((TILE_M, BLOCK), dtype), tl.zeros((TILE_M, REST), dtype)
+
+
+@triton.jit
+def _scaled(blocks, factor):
+    """blocks, a tuple, times a factor for each row."""
+    scaled = ()
+    for i in tl.static_range(len(blocks)):
+        scaled = scaled + (blocks[i] * factor[:, None],)
+    return scaled
+
+
+@triton.jit
+def _chosen(condition, blocks, others):
+    """Of two tuples, block by block."""
+    chosen = ()
+    for i in tl.static_range(len(blocks)):
+        chosen = chosen + (tl.where(condition, blocks[i], others[i]),)
+    return chosen
 
 
 @triton.jit
@@ -251,42 +301,51 @@ def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.conste
 
 
 @triton.jit
-def _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale, slopes,
+def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params, scale, slopes,
                  dtype: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """Absorb the keys from col_begin on. fp8 operands are multiplied in dtype, that of out."""
+    """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. fp8 operands are
+    multiplied in dtype, that of out."""
     score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
                                score_params.prescaled)  # fmt: skip
     cols = col_begin + tl.arange(0, TILE_N)
     # (TILE_M, TILE_N)
-    logits = dot(q_tile.to(dtype), k_tile.to(dtype).T)
+    logits = dot(q_blocks[0].to(dtype), k_blocks[0].to(dtype).T)
+    for i in tl.static_range(1, len(q_blocks)):
+        logits = dot(q_blocks[i].to(dtype), k_blocks[i].to(dtype).T, logits)
     diagonal = tokens[:, None] + (lengths.seqlen_k - lengths.seqlen_q - col_begin)
     rows = tl.zeros((1, 1), tl.int32)
     logits = scores.logits(logits, rows, tl.arange(0, TILE_N)[None, :], diagonal, slopes, score_params)
     logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
-    return state, dot(p.to(dtype), v_tile.to(dtype), acc * correction[:, None])
+    p = p.to(dtype)
+    acc = _scaled(acc, correction)
+    updated = ()
+    for i in tl.static_range(len(v_blocks)):
+        updated = updated + (dot(p, v_blocks[i].to(dtype), acc[i]),)
+    return state, updated
 
 
 @triton.jit
 def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales,
                 GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """To out and lse if the part is the whole row tile, else to a slot of the partial results."""
+    """acc to out and lse if the part is the whole row tile, else to a slot of the partial results."""
     rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
     row_mask = rows // GROUP_SIZE < lengths.seqlen_q
     if sinks is not None:
         # The sink is one logit more of the first part
         sink = tl.load(sinks + part.head * GROUP_SIZE + rows % GROUP_SIZE).to(tl.float32)
         state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
-        acc = acc * correction[:, None]
+        acc = _scaled(acc, correction)
     inverse, row_lse = softmax.finish(state)
     if descales.v.ptr is not None:
         inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
-    acc = acc * inverse[:, None]
-    dims_v = tl.arange(0, BLOCK_DV)
-    mask = row_mask[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    acc = _scaled(acc, inverse)
     if whole:
         out_ptrs = _row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M)
-        tl.store(out_ptrs[:, None] + dims_v[None, :], acc.to(out.ptr.dtype.element_ty), mask=mask)
+        for i in tl.static_range(len(acc)):
+            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[1])
+            mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
+            tl.store(out_ptrs[:, None] + dims[None, :], acc[i].to(out.ptr.dtype.element_ty), mask=mask)
         if lse is not None:
             tl.store(_row_ptrs(lse, part, lengths, GROUP_SIZE, TILE_M), row_lse, mask=row_mask)
     else:
@@ -294,7 +353,10 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         copies = row_lse[:, None] + tl.zeros((1, LSE_COPIES), tl.float32)
         lse_ptrs = partial.lse + places[:, None] * LSE_COPIES + tl.arange(0, LSE_COPIES)[None, :]
         tl.store(lse_ptrs, copies, mask=row_mask[:, None])
-        tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims_v[None, :], acc, mask=mask)
+        for i in tl.static_range(len(acc)):
+            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[1])
+            mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
+            tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims[None, :], acc[i], mask=mask)
 
 
 @triton.jit
@@ -326,7 +388,7 @@ def _merge(part, first, rest, step, num_parts, rows, exists, column, lengths, ou
 
 @triton.jit
 def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, partial, GROUP_SIZE: tl.constexpr,
-            TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+            TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
             CHUNK: tl.constexpr):  # fmt: skip
     """This program has stored its part of row tile `number`; whose part is the last to be there merges all, in their order."""
     # Of all threads, before one of them tells
@@ -334,12 +396,12 @@ def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, parti
     if tl.atomic_add(partial.counters + number, 1, sem="acq_rel") == num_parts - 1:
         tl.store(partial.counters + number, 0)
         _merge(part, first, rest, step, num_parts, tl.arange(0, ROWS), num_parts > 0, 0, lengths, out, lse, partial, False,
-               GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, CHUNK)  # fmt: skip
+               GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK)  # fmt: skip
 
 
 @triton.jit
 def _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, num_tiles, out, lse,
-                   partial, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+                   partial, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
                    SIDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """`_arrive` of a row tile that a border between shares cuts. begin: where its work begins; cut.end: of how many tiles."""
     first_share, num_parts = _shares_of(begin, cut.end, shares.share)
@@ -347,7 +409,7 @@ def _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_s
     lengths = cache.load_cache_lengths(layout, cut.batch, cut.batch < num_sequences, seqlen_q)
     number = (cut.batch * num_heads_kv + cut.head) * num_tiles + cut.m_tile
     _arrive(number, cut, num_shares * SIDE + rest, rest, SIDE, num_parts, lengths, out, lse, partial, GROUP_SIZE, TILE_M,
-            HEAD_DIM_V, BLOCK_DV, ROWS, CHUNK)  # fmt: skip
+            HEAD_DIM_V, COLUMNS, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit
@@ -355,7 +417,7 @@ def _attend_part(
     part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    TOKENS: tl.constexpr, WIDE: tl.constexpr,
+    REST_D: tl.constexpr, REST_DV: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One part of a row tile's keys."""
     lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
@@ -367,7 +429,7 @@ def _attend_part(
     dtype: tl.constexpr = out.ptr.dtype.element_ty
     RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS
     if not RELOAD_Q:
-        q_tile = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D).to(dtype)
+        q_blocks = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
     scale = _load_scale(part, score_params, descales)
     slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
@@ -375,7 +437,7 @@ def _attend_part(
     else:
         cache_row = part.batch
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+    acc = _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
     page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, PAGES, TILE_N)
     for n_tile in tl.range(begin, end):
         # Read a step ahead: the address of the next tile is known when its load begins
@@ -383,13 +445,13 @@ def _attend_part(
         col_begin = n_tile * TILE_N
         if RELOAD_Q:
             # As part of the pipeline, whose first loads would wait for it
-            q_tile = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
-                            BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
-                            HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
-        state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
-                                  slopes, dtype, TILE_N)  # fmt: skip
+            q_blocks = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
+        k_blocks = _load_key_blocks(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
+                                    BLOCK_D, REST_D, WIDE)  # fmt: skip
+        v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
+                                    HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)  # fmt: skip
+        state, acc = _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params,
+                                  scale, slopes, dtype, TILE_N)  # fmt: skip
         page = next_page
     _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, GROUP_SIZE, TILE_M,
                 HEAD_DIM_V, BLOCK_DV)  # fmt: skip
@@ -400,8 +462,8 @@ def _attend_share(
     shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
     num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, KEEPS_Q: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr, KEEPS_Q: tl.constexpr,
+    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share that has some, where no sequence has a second row tile."""
     start = share * shares.share
@@ -419,22 +481,22 @@ def _attend_share(
     tile = part.begin
     page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-    acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
-    q_tile = tl.zeros((TILE_M, BLOCK_D), q.ptr.dtype.element_ty)
+    acc = _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
+    q_blocks = _zeros(TILE_M, BLOCK_D, REST_D, q.ptr.dtype.element_ty)
     for position in tl.range(start, stop):
         col_begin = (first_tile + tile) * TILE_N
         # Asked for with each tile, as part of the pipeline
         is_first = (tile == part.begin) | (position == start)
-        loaded = _load_queries(q, part, lengths, is_first | (not KEEPS_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D)
-        q_tile = tl.where(is_first, loaded, q_tile) if KEEPS_Q else loaded
-        k_tile = _load_keys(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
-                            BLOCK_D, WIDE)  # fmt: skip
-        v_tile = _load_keys(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
-                            HEAD_DIM_V, BLOCK_DV, WIDE)  # fmt: skip
+        loaded = _load_queries(q, part, lengths, is_first | (not KEEPS_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
+        q_blocks = _chosen(is_first, loaded, q_blocks) if KEEPS_Q else loaded
+        k_blocks = _load_key_blocks(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
+                                    BLOCK_D, REST_D, WIDE)  # fmt: skip
+        v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
+                                    HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)  # fmt: skip
         scale = _load_scale(part, score_params, descales)
         slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
-        state, acc = _attend_tile(state, acc, q_tile, k_tile, v_tile, tokens, col_begin, lengths, window, score_params, scale,
-                                  slopes, dtype, TILE_N)  # fmt: skip
+        state, acc = _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params,
+                                  scale, slopes, dtype, TILE_N)  # fmt: skip
         tile += 1
         is_end = tile == part.end
         is_last = is_end | (position + 1 == stop)
@@ -443,7 +505,7 @@ def _attend_share(
             _store_part(part, slot, is_end & (part.begin == 0), state, acc, lengths, out, lse, partial, sinks, descales,
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
-        acc = tl.where(is_last, 0.0, acc)
+        acc = _chosen(is_last, _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
         if is_end:
             part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
             lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
@@ -464,7 +526,7 @@ def _attend_share(
             begin = tl.where(border == 0, start - first.begin, stop - tile)
             if tl.where(border == 0, first.begin > 0, (tile > 0) & (begin >= start)):
                 _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, 1, out, lse,
-                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, SIDE, ROWS, CHUNK)  # fmt: skip
+                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -472,9 +534,10 @@ def decode_attention(
     q, k, v, out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, score_params,
     sinks, descales, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, GROUP_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
-    BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,
+    TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
+    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
@@ -484,7 +547,9 @@ def decode_attention(
     ONE_LOOP: num_tiles is 1, and a share one loop. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
     num_heads_kv and the number of BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends,
     which changes no lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are
-    at most, and CHUNK: of its parts at once, where this kernel merges.
+    at most, COLUMNS of them, and CHUNK: of its parts at once, where this kernel merges.
+
+    BLOCK_D and BLOCK_DV: columns of a block; REST_D and REST_DV: of a second one behind it, or 0.
     """
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if lse is not None:
@@ -507,8 +572,8 @@ def decode_attention(
             if position < stop:
                 _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                               descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M,
-                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, KEEPS_Q, SIDE, BATCH_BLOCK, ROWS,
-                              CHUNK)  # fmt: skip
+                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, WIDE, KEEPS_Q, SIDE,
+                              BATCH_BLOCK, ROWS, COLUMNS, CHUNK)  # fmt: skip
         else:
             while position < stop:
                 rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK, False)
@@ -518,12 +583,12 @@ def decode_attention(
                 whole = end - rest.begin == rest.end
                 _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
                              seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
-                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE)  # fmt: skip
                 if partial.counters is not None:
                     if not whole:
                         _arrive_at_cut(rest, position - rest.begin, shares, num_shares, side, layout, seqlen_q, num_sequences,
-                                       num_heads_kv, num_tiles, out, lse, partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV,
-                                       SIDE, ROWS, CHUNK)  # fmt: skip
+                                       num_heads_kv, num_tiles, out, lse, partial, GROUP_SIZE, TILE_M, HEAD_DIM_V,
+                                       COLUMNS, SIDE, ROWS, CHUNK)  # fmt: skip
                 position += end - rest.begin
     else:
         if DEPENDENT:
@@ -537,11 +602,11 @@ def decode_attention(
             part = Part(batch, head, m_tile, split * share, tl.minimum(tiles, (split + 1) * share))
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                          descales, seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
-                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, TOKENS, WIDE)  # fmt: skip
+                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE)  # fmt: skip
             if partial.counters is not None:
                 number = program // num_splits
                 _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
-                        GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, ROWS, CHUNK)  # fmt: skip
+                        GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -626,7 +691,9 @@ class Call:
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        block_dv = padded_dim(problem.head_dim_v, 2)
+        block_d, rest_d = blocks_of(problem.head_dim, config.tile_m)
+        block_dv, rest_dv = blocks_of(problem.head_dim_v, config.tile_m)
+        columns = padded_dim(problem.head_dim_v, 2)
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
         self.merge_constexprs = {
@@ -635,24 +702,25 @@ class Call:
             "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
-            "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": padded_dim(problem.head_dim, 2),
-            "BLOCK_DV": block_dv, "PAGES": problem.pages_of_tile(config.tile_n),
+            "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "REST_D": rest_d,
+            "BLOCK_DV": block_dv, "REST_DV": rest_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
             "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
-            "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "CHUNK": plan.chunk,
+            "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
+            "CHUNK": plan.chunk,
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
         rows_at_once = 1 if by_tile else min(triton.next_power_of_2(rows), MERGED_AT_ONCE)
-        columns = block_dv
         if by_tile:
             # So few that all parts are there at once
             columns = min(columns, max(LEAST_COLUMNS, ELEMENTS // triton.next_power_of_2(plan.parts)))
         chunk = chunk_of(rows_at_once, columns, plan.parts)
         self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
-        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once), block_dv // columns)
+        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once),
+                           self.constexprs["COLUMNS"] // columns)  # fmt: skip
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages,
                         **chain.after(self.constexprs["DEPENDENT"])}  # fmt: skip
         self.merge_options = {"num_warps": 1 if by_tile and chunk <= 8 else 2, "num_stages": 1, **chain.after(dependent)}
@@ -698,6 +766,19 @@ class Call:
         if self.has_merge:
             launch(merge_parts, self.merge_grid, (*results, *layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
+
+
+def blocks_of(head_dim, tile_m) -> tuple[int, int]:
+    """Columns of a block, and of a second one behind it or 0: of what is past the last column nothing takes part.
+
+    Not for products that wgmma takes, whose right operand must be wide, see `tiles.padded_dim`.
+    """
+    block = padded_dim(head_dim, 2)
+    live = live_columns(head_dim, block)
+    if block < SPLIT_FROM or live == block or tile_m >= ROWS_OF_WGMMA:
+        return block, 0
+    # Of 16, a thread would load 8 bytes
+    return block // 2, max(32, live - block // 2)
 
 
 def tokens_of_tile(tile_m, group_size) -> int:
