@@ -228,14 +228,6 @@ def ratios(record, name) -> str:
     return f"{caption}\n\n{markdown(header, lines)}"
 
 
-@of_record("ratios-fa3.json")
-def packed_beside_fa3(record, name) -> str:
-    """Packed calls in one run with FlashAttention-3's."""
-    pairs = [f"{row['feature']}: {row['us']['flashtile']:.0f}, FA3 {row['us']['fa3']:.0f}"
-             for row in record["rows"] if "fa3" in row["us"]]  # fmt: skip
-    return f"With FA3 in the same run, forward, µs: {'; '.join(pairs)}. {provenance(record, name)}"
-
-
 @of_record("peer-tests.json")
 def peer_tests(record, name) -> str:
     """How many cases of the peers' own tests ran, and passed."""
@@ -496,7 +488,6 @@ TABLES = {
     "forward-counters": forward_counters,
     "host-overhead": host_overhead,
     "ratios": ratios,
-    "packed-beside-fa3": packed_beside_fa3,
     "peer-tests": peer_tests,
     "attention-counters": attention_counters,
     "decode": decode,
