@@ -80,5 +80,5 @@ def check_head_dims(backend, cases, modes) -> None:
     fits = f"a head dim of {HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM} in steps of {HEAD_DIM_MULTIPLE}"
     way_out = "Others take more: --backend sdpa."
     if case.latent:
-        way_out = "A latent cache is decoded: --mode decode."
+        way_out = "A latent cache is decoded, by run and compare: --mode decode."
     raise UsageError(explain("--headdim", fits, case.head_dims, way_out))
