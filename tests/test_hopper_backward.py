@@ -543,12 +543,13 @@ def test_rows_of_dq_are_summed_or_stored(right):
         assert (dq[begin : begin + length] == expected).all()
 
 
+@pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (40, -30)])
-def test_tiles_of_queries_that_see_no_key_have_dq_of_zeros(window, packed):
+def test_tiles_of_queries_that_see_no_key_have_dq_of_zeros(window, packed, dim):
     """In a fixed order, where nothing else writes them; all others stay as they are."""
     lengths_q, lengths_k = ([200, 70, 64, 0, 33], [3, 70, 0, 9, 200]) if packed else ([200, 200], [100, 100])
-    heads, dim, tile = 2, 16, 64
+    heads, tile, block = 2, 64, triton.next_power_of_2(dim)
     starts_q, starts_k = ([sum(x[:i]) for i in range(len(x) + 1)] for x in (lengths_q, lengths_k))
     packing = Packing(*(torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k)), None, None) if packed else (
         Packing(None, None, None, None))  # fmt: skip
@@ -562,8 +563,8 @@ def test_tiles_of_queries_that_see_no_key_have_dq_of_zeros(window, packed):
     backward.backward_rows[(tiles * heads * sequences,)](
         rows_of(out), rows_of(out), None, rows_of(lse, lse=True), *statistics, None, torch.empty(1, dtype=torch.int32),
         rows_of(dq), masks.Window(*window), packing, None, len(lengths_q), max(lengths_q), max(lengths_k), padded_rows, tiles,
-        heads, 1, 1.0, TILE_M=32, TILE_N=128, QUERY_TILE=tile, SUM_D=dim, HEAD_DIM=dim, HEAD_DIM_V=dim, BLOCK_D=dim,
-        BLOCK_DV=dim, WIDE=False,
+        heads, 1, 1.0, TILE_M=32, TILE_N=128, QUERY_TILE=tile, SUM_D=dim, HEAD_DIM=dim, HEAD_DIM_V=dim, BLOCK_D=block,
+        BLOCK_DV=block, WIDE=False,
     )  # fmt: skip
     rows = dq if packed else dq.flatten(0, 1)
     left, right = window
