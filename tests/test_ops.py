@@ -253,6 +253,68 @@ def test_plan_names_its_tier_and_the_refusals():
     assert dispatch.plan(problem, hardware.by_name("A100")).tier == "portable"
 
 
+# (queries, keys) of each sequence; rows behind the last one; whether not all rows of each are used
+@pytest.mark.parametrize(("lengths", "tail", "used"), [
+    ([(5, 5), (1, 1), (16, 16)], 0, False),
+    ([(5, 5), (0, 0), (16, 16)], 3, False),
+    ([(5, 9), (7, 3), (1, 12), (4, 0), (0, 6), (8, 8)], 2, False),
+    ([(5, 9), (7, 3), (6, 6), (4, 4)], 0, True),
+    ([(4, 0), (0, 3)], 0, False),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_calls_on_a_cpu_run_on_torchs_attention(lengths, tail, used, causal, monkeypatch):
+    rows_q, rows_k = (torch.tensor([0, *lengths_of]).cumsum(0).int() for lengths_of in zip(*lengths))
+    if lengths[0] == (5, 5):
+        rows_k = rows_q
+    total_q, total_k = (int(rows[-1]) + tail for rows in (rows_q, rows_k))
+    q, k, v = (torch.randn(total, heads, 16, requires_grad=True) for total, heads in ((total_q, 4), (total_k, 2), (total_k, 2)))
+    options = dict(cu_seqlens_q=rows_q, cu_seqlens_k=rows_k, max_seqlen_q=16, max_seqlen_k=16, causal=causal)
+    if used:
+        options |= {name: (rows.diff() - 1).int() for name, rows in (("seqused_q", rows_q), ("seqused_k", rows_k))}
+    dout = torch.randn(total_q, 4, 16)
+
+    def results():
+        out = flashtile.attention_varlen(q, k, v, **options)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    operands = Operands(q, k, v, rows_q, rows_k, options.get("seqused_q"), options.get("seqused_k"))
+    problem = AttentionProblem.from_tensors(operands, max_seqlen_q=16, max_seqlen_k=16, causal=causal)
+    assert {dispatch.plan(problem, hardware.CPU, direction).tier for direction in ("forward", "backward")} == {"sdpa"}
+    got = results()
+    monkeypatch.setenv("FLASHTILE_TIER", "reference")
+    for x, y in zip(got, results()):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 9), (9, 5), (1, 7), (3, 1)])
+def test_causal_calls_of_other_lengths_on_a_cpu_run_on_torchs_attention(seqlen_q, seqlen_k, monkeypatch):
+    q, k, v = (torch.randn(2, n, 2, 16, requires_grad=True) for n in (seqlen_q, seqlen_k, seqlen_k))
+    dout = torch.randn(2, seqlen_q, 2, 16)
+
+    def results():
+        out = flashtile.attention(q, k, v, causal=True)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    problem = AttentionProblem.from_tensors(Operands(q, k, v), causal=True)
+    assert dispatch.plan(problem, hardware.CPU).tier == "sdpa"
+    got = results()
+    monkeypatch.setenv("FLASHTILE_TIER", "reference")
+    for x, y in zip(got, results()):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("packed", [{}, {"total_q": 2**13 + 1, "total_k": 2**14}])
+def test_a_cpu_stores_no_large_mask(packed):
+    """As many queries as keys need none."""
+    problem = AttentionProblem(1, 2**13, 2**13, 2, 2, 16, 16, torch.float32, window=(None, 0), **packed)
+    if packed:
+        problem = dataclasses.replace(problem, same_lengths=True)
+    assert dispatch.plan(problem, hardware.CPU).tier == "sdpa"
+    larger = dataclasses.replace(problem, seqlen_k=2**14, same_lengths=False)
+    plan = dispatch.plan(larger, hardware.CPU)
+    assert plan.tier == "reference" and "67108864 elements" in dict(plan.refusals)["sdpa"]
+
+
 def test_hopper_comes_first_on_hopper():
     problem = AttentionProblem(8, 1024, 1024, 4, 2, 128, 128, torch.bfloat16, softmax_scale=1.0)
     h200 = hardware.by_name("H200")

@@ -1,6 +1,7 @@
-"""CPU tier: F.scaled_dot_product_attention, where its semantics are ours."""
+"""CPU tier: F.scaled_dot_product_attention, where its semantics are ours; of packed calls once a sequence."""
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -9,27 +10,30 @@ from flashtile.problem import lse_dtype
 
 DIRECTIONS = ("forward", "backward")
 
+# Of a mask, where causal queries are fewer than keys: torch aligns its own at the top left
+MOST_MASK_ELEMENTS = 2**26
+
 
 def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.arch != "cpu":
         return "is for CPU tensors"
+    as_many = problem.same_lengths if problem.varlen else problem.seqlen_q == problem.seqlen_k
     refused = {
-        "packed sequences": problem.varlen,
         "softcap": problem.softcap > 0,
         "ALiBi": problem.has_alibi,
         "sinks": problem.has_sinks,
         "dropout with a saved mask": problem.dropout_p > 0,
         "the log-sum-exp": problem.return_lse,
         "a window": problem.window not in ((None, None), (None, 0)),
-        # torch aligns causal at the top left; rows without a key would differ too
-        "causal with seqlen_q != seqlen_k": problem.causal and problem.seqlen_q != problem.seqlen_k,
+        f"a causal mask aligned bottom-right without storing it, here more than {MOST_MASK_ELEMENTS} elements":
+            problem.causal and not as_many and problem.seqlen_q * problem.seqlen_k > MOST_MASK_ELEMENTS,
         "no keys": problem.seqlen_k == 0,
         # its kernel wants one; else it stores the scores
         "a head dim of v that is not that of q": problem.head_dim_v != problem.head_dim,
         # it scales after the mask: -inf * scale
         "causal with a softmax_scale <= 0": problem.causal and problem.softmax_scale <= 0,
-    }
+    }  # fmt: skip
     return next((f"torch's SDPA has not {what}" for what, is_refused in refused.items() if is_refused), None)
 
 
@@ -38,11 +42,38 @@ def configs(problem, device, direction) -> dict:
 
 
 def _sdpa(problem, q, k, v):
+    """(batch, seqlen_q, num_heads, head_dim) of a batch of one length; rows without a key are 0."""
+    rows, cols = q.shape[1], k.shape[1]
+    hidden = rows if cols == 0 else max(rows - cols, 0) if problem.causal else 0
+    if hidden == rows:
+        return v.new_zeros((*q.shape[:-1], v.shape[-1]))
+    rows -= hidden
+    # The last query sees all keys
+    masked = problem.causal and rows > 1
+    mask = torch.ones(rows, cols, dtype=torch.bool).tril(cols - rows) if masked and rows < cols else None
     with torch.autocast("cpu", enabled=False):
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                                             is_causal=problem.causal, scale=problem.softmax_scale,
-                                             enable_gqa=problem.group_size > 1)  # fmt: skip
-    return out.transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q[:, hidden:].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
+            is_causal=masked and rows == cols, scale=problem.softmax_scale, enable_gqa=problem.group_size > 1,
+        ).transpose(1, 2)  # fmt: skip
+    return F.pad(out, (0, 0, 0, 0, hidden, 0)) if hidden else out
+
+
+def _attend(problem, operands, q, k, v):
+    """out for q, k and v, which may be other tensors than those of operands."""
+    if not problem.varlen:
+        return _sdpa(problem, q, k, v)
+    lengths_q, lengths_k = ([stop - start for start, stop in pairwise(x.tolist())] for x in operands[3:5])
+    used_q, used_k = (lengths if used is None else used.tolist()
+                      for lengths, used in zip((lengths_q, lengths_k), operands[5:7]))  # fmt: skip
+    # By one split: of slices each would have a gradient of the whole tensor
+    qs, ks, vs = (x.split([*lengths, x.shape[0] - sum(lengths)])
+                  for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)))  # fmt: skip
+    outs = []
+    for i, (rows, cols) in enumerate(zip(used_q, used_k)):
+        outs += _sdpa(problem, qs[i][None, :rows], ks[i][None, :cols], vs[i][None, :cols])
+        outs.append(v.new_zeros((lengths_q[i] - rows, *q.shape[1:])))
+    return torch.cat([*outs, v.new_zeros(qs[-1].shape)])
 
 
 def bind_forward(problem, configs):
@@ -56,7 +87,7 @@ def bind_backward(problem, configs):
 def _forward(problem, operands):
     """out, and an lse of nan: nobody asked for it."""
     # No view of what torch has made: users may write to it
-    out = _sdpa(problem, *operands[:3]).contiguous().detach()
+    out = _attend(problem, operands, *operands[:3]).contiguous().detach()
     return out, out.new_full(problem.lse_shape, float("nan"), dtype=lse_dtype(out.dtype))
 
 
@@ -66,5 +97,9 @@ def _backward(problem, operands, out, lse, dout, dlse):
         # Where a torch mode watches (FLOP counters), ops run with autograd switched off.
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
         inputs = [x.detach().requires_grad_() for x in operands[:3]]
-        grads = torch.autograd.grad(_sdpa(problem, *inputs), inputs, dout)
+        out = _attend(problem, operands, *inputs)
+        if not out.requires_grad:
+            # No query sees a key
+            return *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in operands[:3]), None
+        grads = torch.autograd.grad(out, inputs, dout)
     return *(grad.contiguous() for grad in grads), None
