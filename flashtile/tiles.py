@@ -163,14 +163,18 @@ PORTABLE = (
 )
 
 
-def padded_dim(head_dim: int, itemsize: int, rows: int = 64) -> int:
+# wgmma takes products of so many
+ROWS_OF_WGMMA = 64
+
+
+def padded_dim(head_dim: int, itemsize: int, rows: int = ROWS_OF_WGMMA) -> int:
     """Columns of a tile that holds head_dim: a power of two, at least 16 for a product, and 128 bytes of a 2-byte dtype.
 
     Triton 3.6 multiplies wrongly on Hopper when a right operand with shorter rows did not come through the load pipeline
     (seen with fp16 and bf16 rows of 16 and 32; rows of 64 and more are right): the cases dim_40_8 and dim_224_32_sliced. Not
     where the left operands have fewer rows than 64, which wgmma does not take. rows: of these, or fewer.
     """
-    return max(64 if itemsize == 2 and rows >= 64 else 16, 1 << (head_dim - 1).bit_length())
+    return max(64 if itemsize == 2 and rows >= ROWS_OF_WGMMA else 16, 1 << (head_dim - 1).bit_length())
 
 
 def live_columns(head_dim: int, block: int) -> int:

@@ -80,8 +80,8 @@ def test_all_features_at_once_compile(arch):
     (90, {"attention_forward", "backward_rows", "attention_backward", "backward_convert"}),
 ])  # fmt: skip
 def test_rows_of_head_dims_like_72_are_loaded_16_bytes_at_once(arch, kernels):
-    """Triton looks for strides that are multiples of 16 elements. Where it found none, decode of head dim 136 took 27 times as
-    long as it might."""
+    """Triton looks for strides that are multiples of 16 elements. Where it found none, decode of head dim 136 took 43 times as
+    long (docs/kernels/decode.md)."""
     rows = _compile("aligned", arch)
     assert {row["kernel"] for row in rows} >= kernels | {"append_rows", "decode_attention"}
     # A program that merges may have fewer numbers than threads

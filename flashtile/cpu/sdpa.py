@@ -1,12 +1,12 @@
 """CPU tier: F.scaled_dot_product_attention, where its semantics are ours; of packed calls once a sequence."""
 
 from functools import partial
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from flashtile.problem import lse_dtype
+from flashtile.reference.lengths import sequences
 
 DIRECTIONS = ("forward", "backward")
 
@@ -63,17 +63,22 @@ def _attend(problem, operands, q, k, v):
     """out for q, k and v, which may be other tensors than those of operands."""
     if not problem.varlen:
         return _sdpa(problem, q, k, v)
-    lengths_q, lengths_k = ([stop - start for start, stop in pairwise(x.tolist())] for x in operands[3:5])
-    used_q, used_k = (lengths if used is None else used.tolist()
-                      for lengths, used in zip((lengths_q, lengths_k), operands[5:7]))  # fmt: skip
-    # By one split: of slices each would have a gradient of the whole tensor
-    qs, ks, vs = (x.split([*lengths, x.shape[0] - sum(lengths)])
-                  for x, lengths in ((q, lengths_q), (k, lengths_k), (v, lengths_k)))  # fmt: skip
-    outs = []
-    for i, (rows, cols) in enumerate(zip(used_q, used_k)):
-        outs += _sdpa(problem, qs[i][None, :rows], ks[i][None, :cols], vs[i][None, :cols])
-        outs.append(v.new_zeros((lengths_q[i] - rows, *q.shape[1:])))
-    return torch.cat([*outs, v.new_zeros(qs[-1].shape)])
+    found = list(sequences(operands, problem))
+    rows_q, rows_k = [seqs.rows_q for seqs in found], [seqs.rows_k for seqs in found]
+    qs, ks, vs = _cut(q, rows_q), _cut(k, rows_k), _cut(v, rows_k)
+    outs = [torch.zeros_like(rows) for rows in qs]
+    for i in range(1, len(qs), 2):
+        outs[i] = _sdpa(problem, qs[i][None], ks[i][None], vs[i][None])[0]
+    return torch.cat(outs)
+
+
+def _cut(x, rows):
+    """What lies before, in and between the slices of rows, and behind, by one split: a slice has a gradient of all of x."""
+    sizes, end = [], 0
+    for part in rows:
+        sizes += part.start - end, part.stop - part.start
+        end = part.stop
+    return x.split([*sizes, x.shape[0] - end])
 
 
 def bind_forward(problem, configs):

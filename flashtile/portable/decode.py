@@ -44,12 +44,12 @@ from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_pt
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.tiles import live_columns, padded_dim
+from flashtile.tiles import ROWS_OF_WGMMA, live_columns, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
-# Columns that may be two blocks, see `blocks_of`; rows from which wgmma takes products
-SPLIT_FROM, ROWS_OF_WGMMA = 256, 64
+# Columns that may be two blocks, see `blocks_of`
+SPLIT_FROM = 256
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # Rows of a program of merge_parts where few row tiles are split
