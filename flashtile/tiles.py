@@ -585,7 +585,8 @@ def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side. whole: no row
-    tile is split. keeps_q: one loop over several row tiles keeps the queries of each, and loads none with other key tiles."""
+    tile is split. one_loop: over the key tiles of all row tiles of a program, else each of these has a loop. keeps_q: that one
+    loop keeps the queries of each row tile, and loads none with other key tiles."""
 
     tile_m: int
     tile_n: int
@@ -593,6 +594,7 @@ class DecodeConfig:
     num_stages: int
     programs_per_sm: int
     whole: bool = False
+    one_loop: bool = True
     keeps_q: bool = False
 
 
@@ -629,6 +631,12 @@ def _many_parts(problem, num_sms) -> bool:
 
 def _narrow(problem, num_sms) -> bool:
     return problem.head_dim <= 96
+
+
+def _narrower(problem, num_sms) -> bool:
+    """Faster with a loop for each row tile where the mean length is about a quarter of the longest or more, see
+    docs/kernels/decode.md."""
+    return max(problem.head_dim, problem.head_dim_v) <= 80
 
 
 def _below_256(problem, num_sms) -> bool:
@@ -679,6 +687,7 @@ DECODE = (
     # With 4 rows as fast as shares
     DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_BOTH, pages=2),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, one_loop=False), "sm_90", _DECODE_SINGLE, when=_narrower),
     # On an H200 12% faster than 128 keys, on an H100 equal
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_BOTH, when=_narrow),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1, keeps_q=True), "H100", _DECODE_BOTH, when=_in_rows),

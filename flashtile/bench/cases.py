@@ -518,6 +518,15 @@ PRESETS = {
             Shape("1", "2k", nheads="4", headdim="256", causal="yes"),
         ),
     ),
+    "head-dims": Preset(
+        "head dims that are no power of two; with --mode decode a new token after as many",
+        (
+            Shape("16", "2k", nheads="16", headdim="40,72,80,88,96,104,120,136,192,200"),
+            # Stable Diffusion 1.5 at 64 x 64; SigLIP So400m
+            Shape("2", "4k", nheads="8", headdim="40"),
+            Shape("64", "729", nheads="16", headdim="72"),
+        ),
+    ),
     "models": Preset(
         "one layer of each of 20 models, as they are trained or take a prompt: text, vision, speech, images, video",
         (

@@ -13,7 +13,7 @@ its own sequence alone. Where a row tile has few parts, the program that is the 
 call is one launch; else `merge_parts`, a kernel after it.
 
 Where all queries of a sequence fit in a row tile, a share is one loop over key tiles (`_attend_share`), so that the loads of
-the next row tile begin before the last one ends; else a loop for each row tile (`_attend_part`).
+the next row tile begin before the last one ends; else, or where that is faster, a loop for each row tile (`_attend_part`).
 
 A row tile reads q once, most small ones with each key tile, and its keys and values in tiles of TILE_N slots: of a row of the
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
@@ -48,8 +48,8 @@ from flashtile.tiles import ROWS_OF_WGMMA, live_columns, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
-# Columns that may be two blocks, see `blocks_of`
-SPLIT_FROM = 256
+# Of a block of columns, the most live ones that are faster in two, see `blocks_of`: 96 are not
+MOST_SPLIT = {128: 80, 256: 192}
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # Rows of a program of merge_parts where few row tiles are split
@@ -544,7 +544,7 @@ def decode_attention(
     index_tensors to total_q: see `cache.CacheLayout`.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
-    ONE_LOOP: num_tiles is 1, and a share one loop. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
+    ONE_LOOP: a share is one loop, and num_tiles 1. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
     num_heads_kv and the number of BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends,
     which changes no lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are
     at most, COLUMNS of them, and CHUNK: of its parts at once, where this kernel merges.
@@ -705,7 +705,8 @@ class Call:
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "REST_D": rest_d,
             "BLOCK_DV": block_dv, "REST_DV": rest_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "ONE_LOOP": plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value, "KEEPS_Q": config.keeps_q,
+            "ONE_LOOP": config.one_loop and plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value,
+            "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
             "CHUNK": plan.chunk,
@@ -775,7 +776,7 @@ def blocks_of(head_dim, tile_m) -> tuple[int, int]:
     """
     block = padded_dim(head_dim, 2)
     live = live_columns(head_dim, block)
-    if block < SPLIT_FROM or live == block or tile_m >= ROWS_OF_WGMMA:
+    if live > MOST_SPLIT.get(block, 0) or tile_m >= ROWS_OF_WGMMA:
         return block, 0
     # Of 16, a thread would load 8 bytes
     return block // 2, max(32, live - block // 2)

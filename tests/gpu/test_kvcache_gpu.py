@@ -134,12 +134,13 @@ def test_bits_of_prefills_repeat(page_size):
         assert all(map(torch.equal, captured, firsts[0]))
 
 
-@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 96, 128])
-def test_large_cache(page_size, poisoned):
-    """Tiles and pages of caches too large for those of a small one."""
+@pytest.mark.parametrize(("page_size", "head_dim"), [*((size, 128) for size in (None, 1, 16, 64, 96, 128)),
+                                                     *((size, 72) for size in (None, 1, 16, 64))])  # fmt: skip
+def test_large_cache(page_size, head_dim, poisoned):
+    """Tiles and pages of caches too large for those of a small one; of head dim 72 in a loop for each row tile."""
     lengths = (4096, 1, 0, 3000, 2048, 63, 129, 4032, 4000, 777, 65, 1500)
     check_cache(CacheCase("large", lengths=lengths, capacity=4128 if page_size == 96 else 4096, page_size=page_size, heads=32,
-                          heads_kv=8, head_dim=128), torch.bfloat16, "cuda")  # fmt: skip
+                          heads_kv=8, head_dim=head_dim), torch.bfloat16, "cuda")  # fmt: skip
 
 
 def random_case(seed):
@@ -194,11 +195,11 @@ def test_fixed_splits_do_not_depend_on_the_batch(seqlen_q):
         assert all(torch.equal(x[rows], y) for x, y in zip(together, alone))
 
 
-@pytest.mark.parametrize("num_splits", [0, 5])
-@pytest.mark.parametrize("batch", [1, 40])
-def test_bits_repeat(batch, num_splits):
+@pytest.mark.parametrize(("batch", "num_splits", "dim"), [(1, 0, 128), (1, 5, 128), (40, 0, 128), (40, 5, 128), (1, 0, 72),
+                                                          (120, 0, 72)])  # fmt: skip
+def test_bits_repeat(batch, num_splits, dim):
     """100 runs, the same bits: a race would move them. Queries take turns, so that a stale partial result is another one."""
-    (q, *rest), options = serving_call(batch)
+    (q, *rest), options = serving_call(batch, dim=dim)
     queries, firsts = (q, q.flip(2)), [None, None]
     for i in range(200):
         again = flashtile.attention_with_kvcache(queries[i % 2], *rest, num_splits=num_splits, return_lse=True, **options)
