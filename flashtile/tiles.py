@@ -135,25 +135,27 @@ PORTABLE = (
     ),
     *_rows(
         "",
-        "arithmetic: no spills on sm_80, tiles of all stages in 163 KiB (or 99 KiB: second row) of shared memory; not measured",
+        "16 bit forward and head dim 192: single runs of mma.sync and cp.async on an H200, see portable/forward.py; the rest "
+        "arithmetic: tiles of all stages in 163 KiB (or 99 KiB: second row) of shared memory. Not measured on such GPUs",
         [
+            # Of 64 rows 8 warps do products twice where the result has no more columns, and each has 16 rows of its own
             ("forward", 64, 2, (128, 64, 4, 3)),
-            ("forward", 128, 2, (128, 64, 8, 2)),
-            ("forward", 256, 2, (64, 64, 8, 2)),
-            ("forward", 256, 2, (64, 32, 8, 2)),
+            ("forward", 128, 2, (128, 32, 4, 2)),
+            ("forward", 192, 2, (64, 64, 4, 2)),
+            ("forward", 256, 2, (64, 32, 4, 2)),
             ("forward", 64, 4, (32, 32, 4, 2)),
             ("forward", 128, 4, (16, 32, 8, 2)),
             ("forward", 256, 4, (32, 16, 8, 2)),
             ("dkdv", 64, 2, (32, 128, 8, 2)),
             ("dkdv", 128, 2, (64, 64, 8, 2)),
-            ("dkdv", 256, 2, (32, 32, 8, 2)),
+            ("dkdv", 256, 2, (32, 32, 4, 2)),
             ("dkdv", 64, 4, (32, 32, 4, 2)),
             ("dkdv", 128, 4, (16, 32, 8, 2)),
             ("dkdv", 256, 4, (16, 16, 8, 2)),
             ("dq", 64, 2, (64, 64, 4, 3)),
             ("dq", 128, 2, (64, 64, 8, 2)),
-            ("dq", 256, 2, (64, 32, 8, 2)),
-            ("dq", 256, 2, (32, 16, 4, 2)),
+            ("dq", 256, 2, (64, 32, 4, 2)),
+            ("dq", 256, 2, (32, 32, 4, 2)),
             ("dq", 64, 4, (32, 32, 4, 2)),
             ("dq", 128, 4, (32, 16, 4, 2)),
             ("dq", 256, 4, (16, 16, 8, 1)),
@@ -188,6 +190,20 @@ def live_columns(head_dim: int, block: int) -> int:
     return half + max(16, 1 << (head_dim - half - 1).bit_length())
 
 
+def blocks_of(head_dim: int, block: int, rows: int) -> tuple[int, int]:
+    """Columns of a tile's block of columns, and of a second one behind it or 0: of what is past them nothing takes part.
+
+    block: `padded_dim`. rows: of the left operands of products. Of 128 columns two blocks are faster where 80 live, not 96; and
+    not where wgmma takes the products, for which right operands of 32 columns are too narrow, see `padded_dim`.
+    """
+    by_wgmma = rows >= ROWS_OF_WGMMA
+    live = live_columns(head_dim, block)
+    if live == block or block < (256 if by_wgmma else 128) or block == 128 and live > 80:
+        return block, 0
+    # Of 16, a thread would load 8 bytes
+    return block // 2, max(64 if by_wgmma else 32, live - block // 2)
+
+
 def box_columns(live: int, block: int) -> int:
     """Columns that TMA loads at once of a block with so many live ones: 64 where it would else load boxes of zeros.
 
@@ -214,8 +230,8 @@ def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, i
 def feasible(kernel, config, problem, device) -> bool:
     """Whether the tiles of a problem fit in a block's shared memory."""
     itemsize = problem.dtype.itemsize
-    block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
-    return shared_bytes(kernel, config, block_d, block_dv, itemsize, problem.dropout_p > 0) <= device.smem_bytes
+    columns = (sum(blocks_of(dim, padded_dim(dim, itemsize), ROWS_OF_WGMMA)) for dim in (problem.head_dim, problem.head_dim_v))
+    return shared_bytes(kernel, config, *columns, itemsize, problem.dropout_p > 0) <= device.smem_bytes
 
 
 def select(table, kernel, problem, device) -> Row | None:
@@ -696,7 +712,7 @@ DECODE = (
     DecodeRow(128, 2, 4, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_H200),
-    # Of two blocks of columns, or with columns of zeros, see `portable.decode.blocks_of`
+    # Of two blocks of columns, or with columns of zeros, see `blocks_of`
     DecodeRow(256, 2, 16, DecodeConfig(16, 32, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_below_256),
     DecodeRow(256, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_in_rows_or_few_keys),
     # Head dim 64 is faster with 64 rows

@@ -5,6 +5,7 @@
     python tests/offline.py sample 90      a kernel of this file, to test flashtile.bench.offline itself
     python tests/offline.py dead           rows that dispatch can't choose anywhere
     python tests/offline.py aligned 80     head dims that are multiples of 8 and not of 16, in calls of every kind
+    python tests/offline.py older 90       a forward with the instructions of sm_80, see flashtile.bench.tune
 
 A script of its own: Triton's interpreter, which the other tests use, and its compiler exclude each other in one process. The
 launch functions of the package run as they are, on "meta" tensors; only the launch itself is left out.
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 
 from flashtile import dispatch, hardware, tiles
-from flashtile.bench import offline
+from flashtile.bench import offline, tune
 from flashtile.kvcache_problem import CacheProblem
 from flashtile.portable import KERNELS, backward, forward
 from flashtile.portable.arguments import common_arguments
@@ -31,7 +32,7 @@ from flashtile.problem import AttentionProblem, Operands
 # Everything that adds code to a kernel, in one call: packed, window on both sides, softcap, ALiBi, sinks, dropout.
 ALL_FEATURES = dict(window=(200, 100), softcap=20.0, dropout_p=0.1)
 # Tokens of a call by its head dim
-DIMS = {32: 64, 64: 1024, 128: 1024, 256: 1024}
+DIMS = {32: 64, 64: 1024, 128: 1024, 192: 1024, 256: 1024}
 HEADS = 8
 
 
@@ -182,6 +183,14 @@ def dead_rows():
     return [str(row) for row in tiles.PORTABLE if row not in chosen]
 
 
+def compile_for_older(arch):
+    problem, operands = plain_call(128, torch.bfloat16, True)
+    config = tiles.select(tiles.PORTABLE, "forward", problem, hardware.by_name("A100")).config
+    with tune.instructions_of(hardware.by_name("A100")), offline.launches(arch, sass=True) as reports:
+        forward.launch(problem, tiles.on_gpu("forward", config, problem, 132), operands)
+    return [asdict(report) for report in reports]
+
+
 def main(what, arch="90"):
     modes = {
         "rows": compile_rows,
@@ -189,6 +198,7 @@ def main(what, arch="90"):
         "sample": compile_sample,
         "dead": lambda arch: dead_rows(),
         "aligned": compile_rows_in_16_bytes,
+        "older": compile_for_older,
     }
     for line in modes[what](int(arch)):
         print(json.dumps(line), flush=True)

@@ -17,6 +17,7 @@ from flashtile.tiles import (
     PORTABLE,
     RESIDENT_KEYS,
     TileConfig,
+    blocks_of,
     box_columns,
     column_boxes,
     cuts_keys,
@@ -41,6 +42,20 @@ def test_live_columns_hold_the_head_dim_in_two_products(head_dim):
     assert live == block or rest >= 16 and rest & (rest - 1) == 0
     # not twice as many of the right half as there are, but for 16
     assert live == block or rest == 16 or rest < 2 * (head_dim - block // 2)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_two_blocks_of_columns_hold_the_head_dim_with_fewer_zeros(head_dim, rows):
+    padded = padded_dim(head_dim, 2)
+    block, rest = blocks_of(head_dim, padded, rows)
+    if rest == 0:
+        assert block == padded
+    else:
+        assert block < head_dim <= block + rest < padded
+        # powers of two, and wide enough for a product by wgmma
+        assert block & (block - 1) == rest & (rest - 1) == 0 and rest >= (64 if rows == 64 else 32)
+    assert (rest > 0) == (128 < head_dim <= 192 or rows == 16 and 64 < head_dim <= 80)
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

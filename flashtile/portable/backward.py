@@ -26,22 +26,23 @@ import torch
 import triton
 import triton.language as tl
 
+from flashtile.device import blocks, groups, masks, schedule, scores
 from flashtile.device import dropout as dropouts
-from flashtile.device import groups, masks, schedule, scores
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import load_lengths
-from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF, dot
-from flashtile.device.tensors import aligned, head_ptr, load_tile, rows_of, store_tile
+from flashtile.device.numerics import LOG2_E, NEG_INF, POS_INF
+from flashtile.device.tensors import aligned, head_ptr, rows_of
 from flashtile.gradients import sinks_gradient, slopes_gradient
 from flashtile.outputs import fresh, gradients, gradients_of_parts
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
+from flashtile.tiles import padded_dim
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_delta(
     out, dout, dlse, delta, packing, seqlen_q, seqlen_k, num_tiles, num_heads,
-    TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
     out, dout = aligned(out), aligned(dout)
@@ -52,9 +53,13 @@ def attention_delta(
         rows = row_begin + tl.arange(0, TILE_M)
         out_ptr = head_ptr(out, work.batch, lengths.start_q, work.head)
         dout_ptr = head_ptr(dout, work.batch, lengths.start_q, work.head)
-        out_tile = load_tile(out_ptr, row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
-        dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
-        row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+        out_tile = blocks.load(out_ptr, row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, REST_DV,
+                               True, WIDE)  # fmt: skip
+        dout_tile = blocks.load(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, REST_DV,
+                                True, WIDE)  # fmt: skip
+        row_delta = tl.sum(out_tile[0].to(tl.float32) * dout_tile[0].to(tl.float32), 1)
+        if REST_DV > 0:
+            row_delta += tl.sum(out_tile[1].to(tl.float32) * dout_tile[1].to(tl.float32), 1)
         if dlse is not None:
             dlse_ptr = head_ptr(dlse, work.batch, lengths.start_q, work.head)
             row_delta -= tl.load(dlse_ptr + rows * dlse.row_stride, mask=rows < lengths.seqlen_q, other=0.0)
@@ -98,26 +103,29 @@ def _p_and_dlogits(raw_scores, dp, lse_log2, delta, kept, row_begin, col_begin, 
 def _absorb_query_tile(
     dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, q_row_stride, dout_row_stride, col_begin, m_tile, lengths, window,
     score_params, slope, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
+    WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv from one query tile. Tiles are (TILE_N, TILE_M): so pᵀ and dscoresᵀ are operands as they come."""
     row_begin = m_tile * TILE_M
     rows = row_begin + tl.arange(0, TILE_M)
-    q = load_tile(q_ptr, row_begin, lengths.seqlen_q, q_row_stride, TILE_M, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+    q = blocks.load(q_ptr, row_begin, lengths.seqlen_q, q_row_stride, TILE_M, HEAD_DIM, BLOCK_D, REST_D, MASKED, WIDE)
     lse_log2, delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, MASKED)
-    dout = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout_row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    dout = blocks.load(dout_ptr, row_begin, lengths.seqlen_q, dout_row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, REST_DV, MASKED,
+                       WIDE)  # fmt: skip
     kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
     if dropout.rng_state is not None:
         kept = kept.T
     cols = col_begin + tl.arange(0, TILE_N)
-    raw_scores = dot(k, q.T)
+    dtype: tl.constexpr = q[0].dtype
+    raw_scores = blocks.dot_rows(k, q, dtype)
     weights, dlogits = _p_and_dlogits(
-        raw_scores, dot(v, dout.T), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin, rows[None, :],
-        cols[:, None], lengths, window, score_params, slope, dropout, MASKED,
+        raw_scores, blocks.dot_rows(v, dout, dtype), lse_log2[None, :], delta[None, :], kept, row_begin, col_begin,
+        rows[None, :], cols[:, None], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
     dscores = scores.through_softcap(dlogits, raw_scores, score_params)
-    dv = dot(weights.to(dout.dtype), dout, dv)
-    dk = dot(dscores.to(q.dtype), q, dk)
+    dv = blocks.dot_add(weights, dout, dv, dtype)
+    dk = blocks.dot_add(dscores, q, dk, dtype)
     return dk, dv
 
 
@@ -125,7 +133,8 @@ def _absorb_query_tile(
 def attention_dkdv(
     q, k, v, dout, lse, delta, dk, dv, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     tail_heads, splits, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TILE_N keys of one key-value head; walks over the query tiles of every head in its group.
 
@@ -138,11 +147,12 @@ def attention_dkdv(
     if col_begin < lengths.seqlen_k:
         k_ptr = head_ptr(k, work.batch, lengths.start_k, work.head // splits)
         v_ptr = head_ptr(v, work.batch, lengths.start_k, work.head // splits)
-        k_tile = load_tile(k_ptr, col_begin, lengths.seqlen_k, k.row_stride, TILE_N, HEAD_DIM, BLOCK_D, True, WIDE)
-        v_tile = load_tile(v_ptr, col_begin, lengths.seqlen_k, v.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        k_tile = blocks.load(k_ptr, col_begin, lengths.seqlen_k, k.row_stride, TILE_N, HEAD_DIM, BLOCK_D, REST_D, True, WIDE)
+        v_tile = blocks.load(v_ptr, col_begin, lengths.seqlen_k, v.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, REST_DV, True,
+                             WIDE)  # fmt: skip
         tiles = masks.query_range(col_begin, lengths, window, TILE_M, TILE_N)
-        dk_acc = tl.zeros((TILE_N, BLOCK_D), tl.float32)
-        dv_acc = tl.zeros((TILE_N, BLOCK_DV), tl.float32)
+        dk_acc = blocks.zeros(TILE_N, BLOCK_D, REST_D, tl.float32)
+        dv_acc = blocks.zeros(TILE_N, BLOCK_DV, REST_DV, tl.float32)
         for member in range(GROUP_SIZE):
             head = work.head * GROUP_SIZE + member
             q_ptr = head_ptr(q, work.batch, lengths.start_q, head)
@@ -158,35 +168,36 @@ def attention_dkdv(
                         dk_acc, dv_acc = _absorb_query_tile(
                             dk_acc, dv_acc, k_tile, v_tile, q_ptr, dout_ptr, lse_ptr, delta_ptr, q.row_stride,
                             dout.row_stride, col_begin, m_tile, lengths, window, score_params, slope, stream, dropout, TILE_M,
-                            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, MASKED=part != 1,
+                            TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, REST_D, BLOCK_DV, REST_DV, WIDE, MASKED=part != 1,
                         )  # fmt: skip
         if dropout.rng_state is not None:
-            dv_acc = dv_acc * dropout.keep_scale
+            dv_acc = blocks.scaled(dv_acc, dropout.keep_scale)
         dk_ptr = head_ptr(dk, work.batch, lengths.start_k, work.head)
         dv_ptr = head_ptr(dv, work.batch, lengths.start_k, work.head)
-        store_tile(
-            dk_ptr, dk_acc * score_params.scale, col_begin, lengths.seqlen_k, dk.row_stride, TILE_N, HEAD_DIM, BLOCK_D, WIDE
-        )
-        store_tile(dv_ptr, dv_acc, col_begin, lengths.seqlen_k, dv.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, WIDE)
+        blocks.store(dk_ptr, blocks.scaled(dk_acc, score_params.scale), col_begin, lengths.seqlen_k, dk.row_stride, TILE_N,
+                     HEAD_DIM, BLOCK_D, REST_D, WIDE)  # fmt: skip
+        blocks.store(dv_ptr, dv_acc, col_begin, lengths.seqlen_k, dv.row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)
 
 
 @triton.jit
 def _absorb_key_tile(
     acc, q, dout, lse_log2, delta, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params,
     slope, stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, OF_SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr,
+    OF_SLOPES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq from one key tile, or OF_SLOPES what each row adds to a slope's gradient."""
     rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
-    k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
-    v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
+    k = blocks.load(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, REST_D, MASKED, WIDE)
+    v = blocks.load(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, REST_DV, MASKED, WIDE)
     kept = dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N)
-    raw_scores = dot(q, k.T)
+    dtype: tl.constexpr = q[0].dtype
+    raw_scores = blocks.dot_rows(q, k, dtype)
     _, dlogits = _p_and_dlogits(
-        raw_scores, dot(dout, v.T), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin, rows[:, None],
-        cols[None, :], lengths, window, score_params, slope, dropout, MASKED,
+        raw_scores, blocks.dot_rows(dout, v, dtype), lse_log2[:, None], delta[:, None], kept, row_begin, col_begin,
+        rows[:, None], cols[None, :], lengths, window, score_params, slope, dropout, MASKED,
     )  # fmt: skip
     if OF_SLOPES:
         diagonal = row_begin + lengths.seqlen_k - lengths.seqlen_q - col_begin
@@ -194,14 +205,15 @@ def _absorb_key_tile(
         return acc + tl.sum(dlogits * scores.bias(in_rows, in_cols, diagonal, -1.0), 1)
     else:
         dscores = scores.through_softcap(dlogits, raw_scores, score_params)
-        return dot(dscores.to(k.dtype), k, acc)
+        return blocks.dot_add(dscores, k, acc, dtype)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "tail_heads"])
 def attention_dq(
     q, k, v, dout, lse, delta, dq, dslopes, packing, window, score_params, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     tail_heads, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program a tile of TILE_M queries of one head; walks over the key tiles that they see, as the forward does.
 
@@ -223,13 +235,17 @@ def attention_dq(
         v_ptr = head_ptr(v, work.batch, lengths.start_k, kv_head)
         slope = scores.load_slope(score_params, work.batch, work.head)
         stream = dropouts.load_stream(dropout, work.batch * num_heads + work.head)
-        q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
-        dout_tile = load_tile(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, True, WIDE)
+        q_tile = blocks.load(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, REST_D, True, WIDE)
+        dout_tile = blocks.load(dout_ptr, row_begin, lengths.seqlen_q, dout.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV, REST_DV,
+                                True, WIDE)  # fmt: skip
         lse_ptr = head_ptr(lse, work.batch, lengths.start_q, work.head)
         delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
         lse_log2, row_delta = _load_row_stats(lse_ptr, delta_ptr, rows, lengths, True)
         tiles = masks.key_range(row_begin, lengths, window, TILE_M, TILE_N)
-        acc = tl.zeros((TILE_M,) if OF_SLOPES else (TILE_M, BLOCK_D), tl.float32)
+        if OF_SLOPES:
+            acc = tl.zeros((TILE_M,), tl.float32)
+        else:
+            acc = blocks.zeros(TILE_M, BLOCK_D, REST_D, tl.float32)
         for part in tl.static_range(3):
             if part != 0 or window.left is not None:
                 begin, end = masks.part_of(tiles, part)
@@ -237,16 +253,15 @@ def attention_dq(
                     acc = _absorb_key_tile(
                         acc, q_tile, dout_tile, lse_log2, row_delta, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin,
                         n_tile, lengths, window, score_params, slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V,
-                        BLOCK_D, BLOCK_DV, WIDE, OF_SLOPES, MASKED=part != 1,
+                        BLOCK_D, REST_D, BLOCK_DV, REST_DV, WIDE, OF_SLOPES, MASKED=part != 1,
                     )  # fmt: skip
         if OF_SLOPES:
             place = (work.batch * num_heads + work.head).to(tl.int64) * num_tiles + work.tile
             tl.store(dslopes + place, tl.sum(acc, 0))
         else:
             dq_ptr = head_ptr(dq, work.batch, lengths.start_q, work.head)
-            store_tile(
-                dq_ptr, acc * score_params.scale, row_begin, lengths.seqlen_q, dq.row_stride, TILE_M, HEAD_DIM, BLOCK_D, WIDE
-            )
+            blocks.store(dq_ptr, blocks.scaled(acc, score_params.scale), row_begin, lengths.seqlen_q, dq.row_stride, TILE_M,
+                         HEAD_DIM, BLOCK_D, REST_D, WIDE)  # fmt: skip
 
 
 def bind(problem, configs):
@@ -314,13 +329,16 @@ def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, laun
         rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
         common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
-    constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "WIDE")}
+    constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV", "WIDE")}
     _launch(launch, attention_delta, schedule.grid_of(num_tiles, problem.num_heads, problem.batch), arguments,
             {"TILE_M": config.tile_m, **constexprs}, config)  # fmt: skip
 
 
 def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=None, launch=launch_now):
-    """Write dk and dv, of the shapes of k and v, contiguous; outputs: these, and those of `gradients_of_parts`."""
+    """Write dk and dv, of the shapes of k and v, contiguous; outputs: these, and those of `gradients_of_parts`.
+
+    Returns dk and dv.
+    """
     if outputs is None:
         parts = gradients_of_parts(problem, config.splits, zeros=problem.varlen)(operands.k)
         outputs = *(_allocate_like(x, problem) for x in operands[1:3]), *parts
@@ -337,12 +355,13 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
     grid = schedule.grid_of(num_tiles, problem.num_heads_kv * config.splits, problem.batch, config.tail_heads)
     _launch(launch, attention_dkdv, grid, arguments, constexprs, config)
     if 0 not in grid:
-        blocks = common.shapes["BLOCK_D"], common.shapes["BLOCK_DV"]
-        groups.launch_add((dk, dv), (dk_parts, dv_parts), blocks, config.splits, launch)
+        padded = (padded_dim(dim, problem.dtype.itemsize) for dim in (problem.head_dim, problem.head_dim_v))
+        groups.launch_add((dk, dv), (dk_parts, dv_parts), padded, config.splits, launch)
+    return dk, dv
 
 
 def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslopes=None, launch=launch_now):
-    """Write dq, of the shape of q, contiguous, or where dslopes is given that alone."""
+    """Write dq, of the shape of q, contiguous, or where dslopes is given that alone. Returns dq."""
     if dq is None and dslopes is None:
         dq = _allocate_like(operands.q, problem)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
@@ -354,6 +373,7 @@ def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslo
     constexprs = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, **common.shapes}
     grid = schedule.grid_of(num_tiles, problem.num_heads, problem.batch, config.tail_heads)
     _launch(launch, attention_dq, grid, arguments, constexprs, config)
+    return dq
 
 
 def _launch(launch, kernel, grid, arguments, constexprs, config):

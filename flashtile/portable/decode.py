@@ -33,23 +33,21 @@ import triton
 import triton.language as tl
 
 from flashtile import hardware
-from flashtile.device import cache, chain, masks, scores, softmax
+from flashtile.device import blocks, cache, chain, masks, scores, softmax
 from flashtile.device.append import Append
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
 from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
-from flashtile.device.numerics import NEG_INF, dot
+from flashtile.device.numerics import NEG_INF
 from flashtile.device.scores import ScoreParams, params_of
 from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.tiles import ROWS_OF_WGMMA, live_columns, padded_dim
+from flashtile.tiles import blocks_of, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
-# Of a block of columns, the most live ones that are faster in two, see `blocks_of`: 96 are not
-MOST_SPLIT = {128: 80, 256: 192}
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # Rows of a program of merge_parts where few row tiles are split
@@ -253,33 +251,6 @@ def _load_queries(q, part, lengths, wanted, GROUP_SIZE: tl.constexpr, TILE_M: tl
 
 
 @triton.jit
-def _zeros(TILE_M: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, dtype: tl.constexpr):
-    """Of the shapes that `_load_queries` has."""
-    if REST == 0:
-        return (tl.zeros((TILE_M, BLOCK), dtype),)
-    else:
-        return tl.zeros((TILE_M, BLOCK), dtype), tl.zeros((TILE_M, REST), dtype)
-
-
-@triton.jit
-def _scaled(blocks, factor):
-    """blocks, a tuple, times a factor for each row."""
-    scaled = ()
-    for i in tl.static_range(len(blocks)):
-        scaled = scaled + (blocks[i] * factor[:, None],)
-    return scaled
-
-
-@triton.jit
-def _chosen(condition, blocks, others):
-    """Of two tuples, block by block."""
-    chosen = ()
-    for i in tl.static_range(len(blocks)):
-        chosen = chosen + (tl.where(condition, blocks[i], others[i]),)
-    return chosen
-
-
-@triton.jit
 def _load_scale(part, score_params, descales):
     """The scale of a head, with that of its fp8 values."""
     scale = score_params.scale
@@ -309,20 +280,13 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
                                score_params.prescaled)  # fmt: skip
     cols = col_begin + tl.arange(0, TILE_N)
     # (TILE_M, TILE_N)
-    logits = dot(q_blocks[0].to(dtype), k_blocks[0].to(dtype).T)
-    for i in tl.static_range(1, len(q_blocks)):
-        logits = dot(q_blocks[i].to(dtype), k_blocks[i].to(dtype).T, logits)
+    logits = blocks.dot_rows(q_blocks, k_blocks, dtype)
     diagonal = tokens[:, None] + (lengths.seqlen_k - lengths.seqlen_q - col_begin)
     rows = tl.zeros((1, 1), tl.int32)
     logits = scores.logits(logits, rows, tl.arange(0, TILE_N)[None, :], diagonal, slopes, score_params)
     logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
-    p = p.to(dtype)
-    acc = _scaled(acc, correction)
-    updated = ()
-    for i in tl.static_range(len(v_blocks)):
-        updated = updated + (dot(p, v_blocks[i].to(dtype), acc[i]),)
-    return state, updated
+    return state, blocks.dot_add(p, v_blocks, blocks.scaled(acc, correction[:, None]), dtype)
 
 
 @triton.jit
@@ -335,11 +299,11 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         # The sink is one logit more of the first part
         sink = tl.load(sinks + part.head * GROUP_SIZE + rows % GROUP_SIZE).to(tl.float32)
         state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
-        acc = _scaled(acc, correction)
+        acc = blocks.scaled(acc, correction[:, None])
     inverse, row_lse = softmax.finish(state)
     if descales.v.ptr is not None:
         inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
-    acc = _scaled(acc, inverse)
+    acc = blocks.scaled(acc, inverse[:, None])
     if whole:
         out_ptrs = _row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M)
         for i in tl.static_range(len(acc)):
@@ -437,7 +401,7 @@ def _attend_part(
     else:
         cache_row = part.batch
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-    acc = _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
+    acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
     page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, PAGES, TILE_N)
     for n_tile in tl.range(begin, end):
         # Read a step ahead: the address of the next tile is known when its load begins
@@ -481,14 +445,14 @@ def _attend_share(
     tile = part.begin
     page = _pages_of_tile(layout, part.batch, first_tile + tile, first_tile + part.end, lengths, PAGE_SIZE, PAGES, TILE_N)
     state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-    acc = _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
-    q_blocks = _zeros(TILE_M, BLOCK_D, REST_D, q.ptr.dtype.element_ty)
+    acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
+    q_blocks = blocks.zeros(TILE_M, BLOCK_D, REST_D, q.ptr.dtype.element_ty)
     for position in tl.range(start, stop):
         col_begin = (first_tile + tile) * TILE_N
         # Asked for with each tile, as part of the pipeline
         is_first = (tile == part.begin) | (position == start)
         loaded = _load_queries(q, part, lengths, is_first | (not KEEPS_Q), GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
-        q_blocks = _chosen(is_first, loaded, q_blocks) if KEEPS_Q else loaded
+        q_blocks = blocks.chosen(is_first, loaded, q_blocks) if KEEPS_Q else loaded
         k_blocks = _load_key_blocks(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                                     BLOCK_D, REST_D, WIDE)  # fmt: skip
         v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
@@ -505,7 +469,7 @@ def _attend_share(
             _store_part(part, slot, is_end & (part.begin == 0), state, acc, lengths, out, lse, partial, sinks, descales,
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
-        acc = _chosen(is_last, _zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
+        acc = blocks.chosen(is_last, blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
         if is_end:
             part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
             lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
@@ -691,8 +655,8 @@ class Call:
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        block_d, rest_d = blocks_of(problem.head_dim, config.tile_m)
-        block_dv, rest_dv = blocks_of(problem.head_dim_v, config.tile_m)
+        (block_d, rest_d), (block_dv, rest_dv) = (blocks_of(dim, padded_dim(dim, 2), config.tile_m)
+                                                  for dim in (problem.head_dim, problem.head_dim_v))  # fmt: skip
         columns = padded_dim(problem.head_dim_v, 2)
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
         self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
@@ -767,19 +731,6 @@ class Call:
         if self.has_merge:
             launch(merge_parts, self.merge_grid, (*results, *layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
-
-
-def blocks_of(head_dim, tile_m) -> tuple[int, int]:
-    """Columns of a block, and of a second one behind it or 0: of what is past the last column nothing takes part.
-
-    Not for products that wgmma takes, whose right operand must be wide, see `tiles.padded_dim`.
-    """
-    block = padded_dim(head_dim, 2)
-    live = live_columns(head_dim, block)
-    if live > MOST_SPLIT.get(block, 0) or tile_m >= ROWS_OF_WGMMA:
-        return block, 0
-    # Of 16, a thread would load 8 bytes
-    return block // 2, max(32, live - block // 2)
 
 
 def tokens_of_tile(tile_m, group_size) -> int:

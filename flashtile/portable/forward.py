@@ -23,6 +23,8 @@ runs, medians of 7 shuffled rounds, with as many last tiles as give each multipr
 head dim 64 0.95 to 1.01, 0.97 to 1.01; 128 0.96 to 1.00, 0.94 to 1.02; 256 0.89 to 0.97, 0.94 to 1.01; 1 x 5537 of 5 heads of
 128 0.80, 0.87; 3 x 3200 of 16 on 4 of 64 0.92, 0.81; 2 x 1500 of 12 of 96 0.79, 0.80. Half as many as that 0 to 3% slower,
 twice as many within 1%, all tiles of all heads 1.1 to 1.4 times as long at 512 and 1024 tokens.
+Head dims from 129 to 192 are two blocks of columns (`tiles.blocks_of`): 0.83 to 0.90 of the time of one with zeros. These,
+and which tiles are fast with the instructions of GPUs before Hopper: docs/kernels/portable-forward.md.
 A grid of three dims, whose programs divide nothing: in a queue 5.38 to 5.25, 4 x 256 tokens 7.78 to 7.71 (another machine).
 
 Source: Dao 2023, FlashAttention-2, algorithm 1.
@@ -34,12 +36,12 @@ import triton
 import triton.language as tl
 
 from flashtile import settings
+from flashtile.device import blocks, masks, schedule, scores, softmax
 from flashtile.device import dropout as dropouts
-from flashtile.device import masks, schedule, scores, softmax
 from flashtile.device.launch import Launches
 from flashtile.device.lengths import load_lengths
-from flashtile.device.numerics import NEG_INF, dot
-from flashtile.device.tensors import aligned, head_ptr, load_tile, prefetch_rows, rows_of, store_tile
+from flashtile.device.numerics import NEG_INF
+from flashtile.device.tensors import aligned, head_ptr, prefetch_rows, rows_of
 from flashtile.outputs import forward_outputs
 from flashtile.portable.arguments import common_arguments
 from flashtile.problem import Operands
@@ -49,32 +51,33 @@ from flashtile.problem import Operands
 def _absorb_tile(
     state, acc, q, k_ptr, v_ptr, k_row_stride, v_row_stride, row_begin, n_tile, lengths, window, score_params, slope,
     stream, dropout, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One key tile: scores, online softmax, p v. With MASKED some element of the tile is hidden."""
     rows = row_begin + tl.arange(0, TILE_M)
     col_begin = n_tile * TILE_N
     cols = col_begin + tl.arange(0, TILE_N)
-    k = load_tile(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, MASKED, WIDE)
+    k = blocks.load(k_ptr, col_begin, lengths.seqlen_k, k_row_stride, TILE_N, HEAD_DIM, BLOCK_D, REST_D, MASKED, WIDE)
     # (TILE_M, TILE_N)
     diagonal = row_begin + lengths.seqlen_k - lengths.seqlen_q - col_begin
-    logits = scores.logits(dot(q, k.T), tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :], diagonal, slope,
-                           score_params)  # fmt: skip
+    logits = scores.logits(blocks.dot_rows(q, k, q[0].dtype), tl.arange(0, TILE_M)[:, None], tl.arange(0, TILE_N)[None, :],
+                           diagonal, slope, score_params)  # fmt: skip
     if MASKED:
         logits = tl.where(masks.visible(rows[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), MASKED)
     if dropout.rng_state is not None:
         p = tl.where(dropouts.keep_tile(row_begin, col_begin, stream, dropout, TILE_M, TILE_N), p, 0.0)
-    v = load_tile(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, MASKED, WIDE)
-    acc = dot(p.to(v.dtype), v, acc * correction[:, None])
-    return state, acc
+    v = blocks.load(v_ptr, col_begin, lengths.seqlen_k, v_row_stride, TILE_N, HEAD_DIM_V, BLOCK_DV, REST_DV, MASKED, WIDE)
+    return state, blocks.dot_add(p, v, blocks.scaled(acc, correction[:, None]), v[0].dtype)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles", "tail_heads"])
 def attention_forward(
     q, k, v, out, lse, packing, window, score_params, sinks, dropout, seqlen_q, seqlen_k, num_tiles, num_heads,
     tail_heads, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, PREFETCH: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
+    WIDE: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out, lse: Rows. packing: Packing. window: Window. score_params: ScoreParams. sinks: pointer or None."""
     q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
@@ -94,9 +97,9 @@ def attention_forward(
         if PREFETCH:
             prefetch_rows(k_ptr, tiles.begin * TILE_N, lengths.seqlen_k, k.row_stride, TILE_N)
             prefetch_rows(v_ptr, tiles.begin * TILE_N, lengths.seqlen_k, v.row_stride, TILE_N)
-        q_tile = load_tile(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, True, WIDE)
+        q_tile = blocks.load(q_ptr, row_begin, lengths.seqlen_q, q.row_stride, TILE_M, HEAD_DIM, BLOCK_D, REST_D, True, WIDE)
         state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-        acc = tl.zeros((TILE_M, BLOCK_DV), tl.float32)
+        acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
         for part in tl.static_range(3):
             if part != 0 or window.left is not None:
                 begin, end = masks.part_of(tiles, part)
@@ -104,17 +107,17 @@ def attention_forward(
                     state, acc = _absorb_tile(
                         state, acc, q_tile, k_ptr, v_ptr, k.row_stride, v.row_stride, row_begin, n_tile, lengths,
                         window, score_params, slope, stream, dropout, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
-                        BLOCK_DV, WIDE, MASKED=part != 1,
+                        REST_D, BLOCK_DV, REST_DV, WIDE, MASKED=part != 1,
                     )  # fmt: skip
         if sinks is not None:
             state, correction = softmax.absorb_sink(state, tl.load(sinks + work.head).to(tl.float32))
-            acc = acc * correction[:, None]
+            acc = blocks.scaled(acc, correction[:, None])
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * dropout.keep_scale
         out_ptr = head_ptr(out, work.batch, lengths.start_q, work.head)
-        store_tile(out_ptr, acc * inverse[:, None], row_begin, lengths.seqlen_q, out.row_stride, TILE_M, HEAD_DIM_V, BLOCK_DV,
-                   WIDE)  # fmt: skip
+        blocks.store(out_ptr, blocks.scaled(acc, inverse[:, None]), row_begin, lengths.seqlen_q, out.row_stride, TILE_M,
+                     HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)  # fmt: skip
         lse_ptr = head_ptr(lse, work.batch, lengths.start_q, work.head)
         tl.store(lse_ptr + rows * lse.row_stride, row_lse, mask=rows < lengths.seqlen_q)
 

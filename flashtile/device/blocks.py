@@ -1,0 +1,76 @@
+"""Tiles in one block of columns or two, powers of two each, as a tuple: where the last columns of one would be zeros.
+
+See `tiles.blocks_of`. REST: columns of the second block, or 0.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.device.numerics import dot
+from flashtile.device.tensors import load_tile, store_tile
+
+
+@triton.jit
+def load(ptr, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+         MASK_ROWS: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """`load_tile` of all DIM columns."""
+    if REST == 0:
+        return (load_tile(ptr, row_begin, length, row_stride, TILE, DIM, BLOCK, MASK_ROWS, WIDE),)
+    else:
+        return (load_tile(ptr, row_begin, length, row_stride, TILE, BLOCK, BLOCK, MASK_ROWS, WIDE),
+                load_tile(ptr + BLOCK, row_begin, length, row_stride, TILE, DIM - BLOCK, REST, MASK_ROWS, WIDE))  # fmt: skip
+
+
+@triton.jit
+def store(ptr, blocks, row_begin, length, row_stride, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+          REST: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """`store_tile` of all DIM columns."""
+    if REST == 0:
+        store_tile(ptr, blocks[0], row_begin, length, row_stride, TILE, DIM, BLOCK, WIDE)
+    else:
+        store_tile(ptr, blocks[0], row_begin, length, row_stride, TILE, BLOCK, BLOCK, WIDE)
+        store_tile(ptr + BLOCK, blocks[1], row_begin, length, row_stride, TILE, DIM - BLOCK, REST, WIDE)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, dtype: tl.constexpr):
+    if REST == 0:
+        return (tl.zeros((ROWS, BLOCK), dtype),)
+    else:
+        return tl.zeros((ROWS, BLOCK), dtype), tl.zeros((ROWS, REST), dtype)
+
+
+@triton.jit
+def scaled(blocks, factor):
+    """blocks times a factor that broadcasts to each."""
+    results = ()
+    for i in tl.static_range(len(blocks)):
+        results = results + (blocks[i] * factor,)
+    return results
+
+
+@triton.jit
+def chosen(condition, blocks, others):
+    """blocks, or where the condition, a number, is false, others."""
+    results = ()
+    for i in tl.static_range(len(blocks)):
+        results = results + (tl.where(condition, blocks[i], others[i]),)
+    return results
+
+
+@triton.jit
+def dot_rows(a, b, dtype: tl.constexpr):
+    """a bᵀ in fp32, of operands in dtype."""
+    product = dot(a[0].to(dtype), b[0].to(dtype).T)
+    for i in tl.static_range(1, len(a)):
+        product = dot(a[i].to(dtype), b[i].to(dtype).T, product)
+    return product
+
+
+@triton.jit
+def dot_add(a, b, acc, dtype: tl.constexpr):
+    """acc + a b, of operands in dtype; a is one tensor."""
+    results = ()
+    for i in tl.static_range(len(b)):
+        results = results + (dot(a.to(dtype), b[i].to(dtype), acc[i]),)
+    return results
