@@ -19,6 +19,21 @@ settings.register_profile("flashtile", deadline=None, database=None)
 settings.load_profile("flashtile")
 
 
+def pytest_configure():
+    """With FLASHTILE_TEST_AS=A100 the GPU here is taken for that older one: its tiles, its instructions, no newer tier."""
+    if name := os.environ.get("FLASHTILE_TEST_AS"):
+        from dataclasses import replace
+
+        from triton import knobs
+
+        from flashtile import hardware
+
+        here, older = hardware.detect(), hardware.by_name(name)
+        assert older.sm < here.sm, f"FLASHTILE_TEST_AS: expected a GPU older than {here.arch}, got {name}, {older.arch}"
+        knobs.runtime.override_arch = f"sm{older.sm}"
+        hardware._detect_gpu = lambda index: replace(older, num_sms=here.num_sms)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -655,3 +655,36 @@ def test_telemetry_degrades_and_summarises():
     assert summary["throttle"] == {"power cap": 0.5} and summary["sm_mhz_median"] == 1980
     assert telemetry.describe(summary) == "SM 1980 MHz, 500 W, 60 C, power cap in 50% of samples"
     assert telemetry.describe(None) == ""
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+def test_tiles_that_are_tuned_are_beside_the_one_in_use(name, head_dim):
+    """Some of the candidates fit on each device; dims that are two blocks of columns have their own."""
+    from flashtile import hardware, tiles
+    from flashtile.bench import tune
+
+    device = hardware.by_name(name)
+    problem = BenchCase(batch=1, seqlen_q=512, seqlen_k=512, head_dim=head_dim, head_dim_v=head_dim).problem()
+    for kernel in tune.CANDIDATES:
+        fit = [config for config in tune.candidates(kernel, problem, device) if tiles.feasible(kernel, config, problem, device)]
+        assert len(fit) >= 2
+
+
+def test_tiles_of_a_newer_gpu_are_not_timed_on_an_older_one(monkeypatch):
+    from flashtile import hardware
+    from flashtile.bench import tune
+    from flashtile.errors import UnsupportedError
+
+    monkeypatch.setattr(hardware, "detect", lambda device: hardware.by_name("A100"))
+    with pytest.raises(UnsupportedError, match="target: expected a GPU of sm_80, as here, or older.*\n?.*H200, sm_90"):
+        tune.run(BenchCase(), ["forward"], torch.device("cuda"), target=hardware.by_name("H200"))
+
+
+def test_a_tile_that_computes_something_else_is_refused():
+    from flashtile.bench import tune
+
+    expected = torch.linspace(-4, 4, 64), torch.ones(3)
+    assert not tune._differs([x * 1.01 for x in expected], expected)
+    assert "off by 0.5 of" in tune._differs((expected[0], expected[1] * 1.5), expected)
+    assert tune._differs((expected[0] * float("nan"), expected[1]), expected)

@@ -89,6 +89,12 @@ def test_rows_of_head_dims_like_72_are_loaded_16_bytes_at_once(arch, kernels):
     assert not narrow
 
 
+def test_kernels_for_an_older_gpu_have_its_instructions():
+    """`flashtile tune --target A100` on a Hopper: a kernel that runs here, with mma.sync and no wgmma."""
+    [forward] = _compile("older", 90)
+    assert forward["arch"] == 90 and set(forward["tensor_core"]) == {"HMMA"}
+
+
 def test_every_row_is_chosen_somewhere():
     """A row that no device and no problem reaches is dead, and the tests above would not see it."""
     assert _compile("dead") == []

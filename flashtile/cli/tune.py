@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+from flashtile.cli.explain import find_target
 
 
 def add(app) -> None:
@@ -16,23 +17,31 @@ def tune(
     shape: ShapeFlags,
     kernel: Annotated[str, typer.Option("--kernel", help="Some of forward, dkdv, dq.")] = "forward,dkdv,dq",
     seed: Annotated[int, typer.Option("--seed", help="Of the inputs and the order.")] = 0,
+    target: Annotated[
+        str, typer.Option("--target", help="Tiles for this older GPU (A100, RTX 4090, ...), by its instructions.")
+    ] = "",
     device: Annotated[str | None, typer.Option("--device", help="cuda:N (the current GPU).")] = None,
     json: Annotated[str | None, typer.Option("--json", help="Write every candidate; - is stdout.")] = None,
     commit: Annotated[str | None, typer.Option("--commit", help="Commit to record where there is no .git.")] = None,
 ) -> int:
-    """Time candidate tiles of the portable kernels on this GPU, beside the ones that flashtile/tiles.py has."""
+    """Time candidate tiles of the portable kernels on this GPU, beside the ones that flashtile/tiles.py has.
+
+    With --target they are compiled with an older GPU's instructions and have its shared memory, and run here.
+    """
     console = make_console(stderr=json == "-")
     with Progress(True) as progress:
         progress.say("importing torch")
+        from flashtile import hardware
         from flashtile.bench import engine, record
         from flashtile.bench import tune as tuning
         from flashtile.bench.cases import parse_choices
 
         kernels = parse_choices(kernel, tuning.CANDIDATES, "kernel")
         there = engine.resolve_device(device or "cuda", gpu_for="timing tiles")
+        tiles_of = find_target(target, hardware) if target else None
         rows = []
         for case in shape.cases(engine.default_dtype(there), takes=()):
-            found = tuning.run(case, kernels, there, seed, progress.say)
+            found = tuning.run(case, kernels, there, seed, progress.say, tiles_of)
             rows += found
             with progress.paused():
                 console.print(f"\n[bold]{case.label()}[/]")
@@ -42,7 +51,7 @@ def tune(
                     mark = "  in tiles.py" if row.current else ""
                     console.print(f"  {row.kernel:8} {shown:18} {row.refused or f'{row.ms:.4f} ms'}{mark}")
     if json:
-        document = {"command": "flashtile tune", "env": record.environment(there, commit),
+        document = {"command": "flashtile tune", "env": record.environment(there, commit), "target": target,
                     "rows": [row.to_json() for row in rows]}  # fmt: skip
         record.write(json, json_module.dumps(document) + "\n")
     return OK

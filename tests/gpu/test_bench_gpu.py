@@ -1,6 +1,9 @@
 """What of the measuring instrument only a GPU can show: its timers agree, launch gaps are hidden, memory is as by formula."""
 
+import json
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,6 +86,18 @@ def test_peers_of_torch_are_correct_or_say_why_not(name):
     assert {r.status for r in report.results if r.backend == "flashtile"} == {"ok"}
     assert all(r.ok or r.reason for r in report.results)
     assert not [r for r in report.results if r.status == "mismatch"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() <= (8, 0), reason="no older GPU")
+def test_tiles_for_an_older_gpu_compute_the_same(tmp_path):
+    """In a process of its own, whose kernels are all for that GPU."""
+    out = tmp_path / "tiles.json"
+    words = ["tune", "--target", "A100", "--batch", "1", "--seqlen", "512", "--headdim", "64,192", "--json", str(out)]
+    subprocess.run([sys.executable, "-m", "flashtile", *words], check=True, timeout=300)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["kernel"] for row in rows} == {"forward", "dkdv", "dq"}
+    refused = [row["refused"] for row in rows if "refused" in row]
+    assert len(refused) < len(rows) / 2 and all("shared memory" in reason for reason in refused), refused
 
 
 @pytest.mark.skipif(profilers.missing("proton", torch.cuda.is_available()) is not None, reason="needs proton")
