@@ -45,6 +45,8 @@ DOCS = {
     "few-keys-train": ("geomeans", "backends-bwd"),
     "few-queries": ("geomeans", "backends-fwd"),
     "few-heads": ("geomeans", "backends-fwd", "backends-bwd"),
+    "head-dims-portable": ("backends-fwd", "backends-bwd"),
+    "head-dims-decode": ("backends-decode",),
     "random": ("geomeans", "backends-fwd"),
     "random-train": ("geomeans", "backends-bwd"),
     "regress-same": ("regress",),
