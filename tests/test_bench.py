@@ -669,6 +669,31 @@ def test_tiles_that_are_tuned_are_beside_the_one_in_use(name, head_dim):
     for kernel in tune.CANDIDATES:
         fit = [config for config in tune.candidates(kernel, problem, device) if tiles.feasible(kernel, config, problem, device)]
         assert len(fit) >= 2
+    assert len(tune.candidates("decode", problem, device)) >= 12
+
+
+def test_what_is_tuned_computes_the_same(monkeypatch):
+    """The wiring, in Triton's interpreter: the tile in use and others, over a cache in pages too."""
+    pytest.importorskip("triton")
+    from flashtile import hardware
+    from flashtile.bench import tune
+
+    if not settings.triton_interprets():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    small = dict(num_heads=2, num_heads_kv=1, head_dim=72, head_dim_v=72, dtype="fp16")
+    calls = [
+        (tune._contests, BenchCase(1, 40, 40, causal=True, **small), list(tune.CANDIDATES)),
+        (tune._decode_contests, BenchCase(2, 1, 150, **small), list(tune.DECODE_KERNELS)),
+        (tune._decode_contests, BenchCase(2, 1, 150, page_size=16, **small), list(tune.DECODE_KERNELS)),
+    ]
+    for contests_of, case, kernels in calls:
+        names = []
+        for kernel, contest in contests_of(case, kernels, torch.device("cpu"), 0, hardware.CPU):
+            names.append(kernel)
+            expected = contest.launch(contest.current)
+            for config in contest.others[:4]:
+                assert contest.fits(config) and not tune._differs(contest.launch(config), expected), (case, kernel, config)
+        assert names == kernels
 
 
 def test_tiles_of_a_newer_gpu_are_not_timed_on_an_older_one(monkeypatch):

@@ -40,7 +40,7 @@ def calls(arch):
     seen = set()
     # The last of few keys, whose row tiles stay whole
     for (dtype, cache_dtype), dim, seqlen_q, page_size, (batch, capacity), device in product(
-        ((torch.bfloat16,) * 2, (torch.bfloat16, FP8), (torch.float32,) * 2), (128, 256, 192), (1, 64), (16, 64),
+        ((torch.bfloat16,) * 2, (torch.bfloat16, FP8), (torch.float32,) * 2), (128, 256, 192, 80), (1, 64), (16, 64),
         ((4, 4096), (4, 2**20), (32, 512)), hardware.DEVICES.values(),
     ):  # fmt: skip
         if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or dim > 128 or seqlen_q > 1):

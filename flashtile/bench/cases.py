@@ -72,10 +72,7 @@ class BenchCase:
 
         The same draw for every case of this batch and seqlen.
         """
-        if not self.varlen:
-            return (self.seqlen_k,) * self.batch
-        draw = random.Random(f"{self.batch} {self.seqlen_k}").random
-        return self.seqlen_k, *(int(self.seqlen_k ** draw()) for _ in range(self.batch - 1))
+        return ragged_lengths(self) if self.varlen else (self.seqlen_k,) * self.batch
 
     @property
     def group_size(self) -> int:
@@ -208,6 +205,12 @@ class BenchCase:
         # Older records lack the newer fields.
         values = {field.name: config.get(_JSON_NAMES.get(field.name, field.name), field.default) for field in fields(cls)}
         return cls(**values | {"window": tuple(values["window"])})
+
+
+def ragged_lengths(case) -> tuple[int, ...]:
+    """The `lengths` of a case with varlen."""
+    draw = random.Random(f"{case.batch} {case.seqlen_k}").random
+    return case.seqlen_k, *(int(case.seqlen_k ** draw()) for _ in range(case.batch - 1))
 
 
 @lru_cache

@@ -127,6 +127,13 @@ def cache_attend(k, v, case):
     options = cache_options(case, k.device)
     if not case.page_size:
         return lambda q, k, v, case: attention_with_kvcache(q, k, v, **options)
+    *pages, options["block_table"] = in_pages(k, v, case)
+    options["cache_seqlens"] = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=k.device)
+    return lambda q, k, v, case: attention_with_kvcache(q, *pages, **options)
+
+
+def in_pages(k, v, case):
+    """Copies of k and v in pages of case.page_size tokens, in random order, and the block table."""
     pages_each = -(-case.seqlen_k // case.page_size)
     order = torch.randperm(case.batch * pages_each, generator=torch.Generator().manual_seed(0)).to(k.device)
     pages = []
@@ -134,9 +141,7 @@ def cache_attend(k, v, case):
         padded = F.pad(x, (0, 0, 0, 0, 0, pages_each * case.page_size - case.seqlen_k))
         pages.append(torch.empty_like(padded).view(-1, case.page_size, *x.shape[2:]))
         pages[-1][order] = padded.view(pages[-1].shape)
-    options |= {"block_table": order.int().view(case.batch, pages_each),
-                "cache_seqlens": torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=k.device)}  # fmt: skip
-    return lambda q, k, v, case: attention_with_kvcache(q, *pages, **options)
+    return *pages, order.int().view(case.batch, pages_each)
 
 
 @lru_cache(maxsize=2)

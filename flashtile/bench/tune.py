@@ -8,19 +8,22 @@ have as much shared memory as a block has there. How many blocks run side by sid
 """
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 from flashtile import hardware, tiles
-from flashtile.bench import measure, stats
-from flashtile.bench.cases import make_inputs
+from flashtile.bench import measure, peers, stats
+from flashtile.bench.cases import make_inputs, ragged_lengths
 from flashtile.errors import UnsupportedError, explain
+from flashtile.kvcache_problem import CacheOperands
 from flashtile.problem import AttentionProblem, Operands
-from flashtile.tiles import TileConfig
+from flashtile.tiles import DecodeConfig, TileConfig
 
 # (tile_m, tile_n, num_warps, num_stages), on Hopper and newer
 CANDIDATES = {
@@ -64,6 +67,19 @@ MMA_SYNC_CANDIDATES = {
         256: [(64, 32, 8, 2), (32, 16, 4, 2), (64, 32, 4, 2), (64, 16, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)],
     },
 }
+# (tile_n, num_warps, num_stages, programs_per_sm), each tried as shares in one loop and in several, and with whole row tiles
+DECODE_CANDIDATES = {
+    64: [(64, 4, 3, 2), (128, 4, 3, 2), (128, 8, 3, 1), (64, 4, 2, 2)],
+    96: [(64, 4, 3, 2), (64, 4, 4, 2), (128, 4, 3, 1), (32, 4, 3, 2)],
+    128: [(128, 8, 3, 1), (64, 4, 3, 2), (128, 4, 3, 1), (32, 4, 3, 2), (32, 4, 4, 2), (32, 4, 2, 2)],
+    160: [(32, 4, 3, 2), (64, 4, 3, 1), (64, 8, 3, 1), (32, 4, 2, 2)],
+    192: [(32, 4, 3, 2), (64, 4, 3, 1), (64, 8, 3, 1), (32, 4, 2, 2)],
+    256: [(64, 4, 3, 1), (32, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2)],
+}
+# The tile_m of all of these: calls of more rows have other tiles
+DECODE_ROWS = 16
+# One kernel, over a cache that is full, and with lengths log-uniform up to that
+DECODE_KERNELS = {"decode": lambda case: (case.seqlen_k,) * case.batch, "decode-ragged": ragged_lengths}
 # Results of two tiles may differ by this part of the largest number
 TOLERANCE = 2e-2
 ROUNDS = 7
@@ -76,24 +92,35 @@ class Row:
 
     case: object
     kernel: str
-    config: TileConfig
+    config: TileConfig | DecodeConfig
     current: bool
     ms: float | None = None
     refused: str = ""
 
     def to_json(self) -> dict:
-        c = self.config
         row = {"kernel": self.kernel, "head_dim": self.case.head_dim, "seqlen": self.case.seqlen_k, "causal": self.case.causal,
-               "case": self.case.config(), "config": [c.tile_m, c.tile_n, c.num_warps, c.num_stages], "current": self.current}
+               "case": self.case.config(), "config": list(astuple(self.config)), "current": self.current}
         return row | ({"refused": self.refused} if self.refused else {"ms": self.ms})
 
 
-def candidates(kernel, problem, device) -> list[TileConfig]:
-    """Of a problem on a hardware.Device."""
+def candidates(kernel, problem, device) -> list:
+    """Configurations of a problem on a hardware.Device: TileConfigs, of kernels of DECODE_KERNELS DecodeConfigs."""
     dim = max(problem.head_dim, problem.head_dim_v)
-    block = tiles.padded_dim(dim, problem.dtype.itemsize)
-    table = (CANDIDATES if device.sm >= 90 else MMA_SYNC_CANDIDATES)[kernel]
-    return [TileConfig(*config) for config in table.get(sum(tiles.blocks_of(dim, block, tiles.ROWS_OF_WGMMA)), [])]
+    if kernel in DECODE_KERNELS:
+        columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, 2), DECODE_ROWS))
+        kinds = {}, {"one_loop": False}, {"whole": True}
+        return [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
+    columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, problem.dtype.itemsize), tiles.ROWS_OF_WGMMA))
+    table = CANDIDATES if device.sm >= 90 else MMA_SYNC_CANDIDATES
+    return [TileConfig(*config) for config in table[kernel].get(columns, [])]
+
+
+def describe(config) -> str:
+    """Its numbers, and what sets it apart of its kind."""
+    numbers = [str(value) for value in astuple(config) if not isinstance(value, bool)]
+    words = [name for name in ("whole", "keeps_q") if getattr(config, name, False)]
+    words += [] if getattr(config, "one_loop", True) else ["a loop a row tile"]
+    return " ".join([f"({', '.join(numbers)})", *words])
 
 
 @contextmanager
@@ -124,7 +151,37 @@ def run(case, kernels, device, seed: int = 0, say=lambda text: None, target=None
         return _run(case, kernels, device, seed, say, replace(target, num_sms=here.num_sms))
 
 
+class Contest(NamedTuple):
+    """Of one kernel: its configuration in use, or None; all others; what says whether one fits, and what runs it."""
+
+    current: Any
+    others: list
+    fits: Callable
+    launch: Callable
+
+
 def _run(case, kernels, device, seed, say, there) -> list[Row]:
+    rows = []
+    contests_of = _decode_contests if DECODE_KERNELS.keys() & kernels else _contests
+    for kernel, contest in contests_of(case, kernels, device, seed, there):
+        # The one in use first: others are compared with it
+        configs = [contest.current] if contest.current else []
+        configs += [config for config in contest.others if config != contest.current]
+        found = [Row(case, kernel, config, config == contest.current) for config in configs]
+        say(f"{case.label()} {kernel}: compiling {len(found)} candidates")
+        with ThreadPoolExecutor() as threads:
+            expected = None
+            for row, (results, refused) in zip(found, threads.map(partial(_first, contest), configs)):
+                expected = expected or results
+                row.refused = refused or _differs(results, expected)
+        say(f"{case.label()} {kernel}: timing")
+        _time([row for row in found if not row.refused], contest.launch, device, seed)
+        rows += sorted(found, key=lambda row: row.ms or float("inf"))
+    return rows
+
+
+def _contests(case, kernels, device, seed, there):
+    """(name, Contest) of kernels of CANDIDATES."""
     from flashtile.portable import backward, forward
     from flashtile.portable.arguments import common_arguments
 
@@ -141,37 +198,42 @@ def _run(case, kernels, device, seed, say, there) -> list[Row]:
         "dkdv": lambda config: backward.launch_dkdv(problem, config, common, operands, lse, delta, dout),
         "dq": lambda config: (backward.launch_dq(problem, config, common, operands, lse, delta, dout),),
     }
-    rows = []
     for kernel in kernels:
         chosen = tiles.select(tiles.PORTABLE, kernel, problem, there)
-        current = chosen.config if chosen else None
-        configs = candidates(kernel, problem, there)
-        # The one in use first: others are compared with it
-        configs = ([current] if current else []) + [config for config in configs if config != current]
-        found = [Row(case, kernel, config, config == current) for config in configs]
-        say(f"{case.label()} {kernel}: compiling {len(found)} candidates")
-
-        def launch(config, kernel=kernel):
-            return launches[kernel](tiles.on_gpu(kernel, config, problem, there.num_sms))
-
-        with ThreadPoolExecutor() as threads:
-            firsts = threads.map(lambda row, launch=launch: _first(launch, row, problem, there), found)
-            expected = None
-            for row, (results, refused) in zip(found, firsts):
-                expected = expected or results
-                row.refused = refused or _differs(results, expected)
-        say(f"{case.label()} {kernel}: timing")
-        _time([row for row in found if not row.refused], launch, device, seed)
-        rows += sorted(found, key=lambda row: row.ms or float("inf"))
-    return rows
+        yield kernel, Contest(
+            chosen.config if chosen else None, candidates(kernel, problem, there),
+            lambda config, kernel=kernel: tiles.feasible(kernel, config, problem, there),
+            lambda config, kernel=kernel: launches[kernel](tiles.on_gpu(kernel, config, problem, there.num_sms)),
+        )  # fmt: skip
 
 
-def _first(launch, row, problem, there) -> tuple:
+def _decode_contests(case, kernels, device, seed, there):
+    """(name, Contest) of kernels of DECODE_KERNELS."""
+    from flashtile.portable import decode
+
+    q, *caches, _ = make_inputs(case, device, seed)
+    table = None
+    if case.page_size:
+        *caches, table = peers.in_pages(*caches, case)
+    problem = case.cache_problem()
+    blocks = [tiles.padded_dim(dim, 2) for dim in (case.head_dim, case.head_dim_v)]
+    for kernel in kernels:
+        lengths = torch.tensor(DECODE_KERNELS[kernel](case), dtype=torch.int32, device=device)
+        operands = CacheOperands(q, *caches, cache_seqlens=lengths, block_table=table, alibi_slopes=case.alibi_slopes(device))
+        bound = cache(lambda config, operands=operands: decode.Call(problem, config, operands, there))
+        yield kernel, Contest(
+            tiles.decode_config(problem, there), candidates(kernel, problem, there),
+            lambda config: tiles.shared_bytes("forward", config, *blocks, problem.dtype.itemsize) <= there.smem_bytes,
+            lambda config, bound=bound, operands=operands: bound(config)(operands)[:1],
+        )  # fmt: skip
+
+
+def _first(contest, config) -> tuple:
     """(what a candidate computes, why it can't) of its first run, which compiles it."""
-    if not tiles.feasible(row.kernel, row.config, problem, there):
+    if not contest.fits(config):
         return None, "its tiles don't fit in shared memory"
     try:
-        results = launch(row.config)
+        results = contest.launch(config)
         torch.cuda.synchronize()
     except Exception as error:  # a candidate may ask for more shared memory than there is
         return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

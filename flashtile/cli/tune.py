@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import CACHED, OK, Progress, ShapeFlags, command, make_console
 from flashtile.cli.explain import find_target
 
 
@@ -15,7 +15,9 @@ def add(app) -> None:
 
 def tune(
     shape: ShapeFlags,
-    kernel: Annotated[str, typer.Option("--kernel", help="Some of forward, dkdv, dq.")] = "forward,dkdv,dq",
+    kernel: Annotated[
+        str, typer.Option("--kernel", help="Some of forward, dkdv, dq; or of decode (one query, a full cache), decode-ragged.")
+    ] = "forward,dkdv,dq",
     seed: Annotated[int, typer.Option("--seed", help="Of the inputs and the order.")] = 0,
     target: Annotated[
         str, typer.Option("--target", help="Tiles for this older GPU (A100, RTX 4090, ...), by its instructions.")
@@ -34,22 +36,24 @@ def tune(
         from flashtile import hardware
         from flashtile.bench import engine, record
         from flashtile.bench import tune as tuning
-        from flashtile.bench.cases import parse_choices
+        from flashtile.bench.cases import UsageError, parse_choices
 
-        kernels = parse_choices(kernel, tuning.CANDIDATES, "kernel")
+        kernels = parse_choices(kernel, [*tuning.CANDIDATES, *tuning.DECODE_KERNELS], "kernel")
+        decodes = [name in tuning.DECODE_KERNELS for name in kernels]
+        if len(set(decodes)) > 1:
+            raise UsageError(f"kernel: expected kernels over a cache alone, or others alone, got {kernel!r}.")
         there = engine.resolve_device(device or "cuda", gpu_for="timing tiles")
         tiles_of = find_target(target, hardware) if target else None
         rows = []
-        for case in shape.cases(engine.default_dtype(there), takes=()):
+        for case in shape.cases(engine.default_dtype(there), decodes[0], takes=CACHED if decodes[0] else ()):
             found = tuning.run(case, kernels, there, seed, progress.say, tiles_of)
             rows += found
             with progress.paused():
                 console.print(f"\n[bold]{case.label()}[/]")
                 for row in found:
-                    c = row.config
-                    shown = f"({c.tile_m}, {c.tile_n}, {c.num_warps}, {c.num_stages})"
                     mark = "  in tiles.py" if row.current else ""
-                    console.print(f"  {row.kernel:8} {shown:18} {row.refused or f'{row.ms:.4f} ms'}{mark}")
+                    result = row.refused or f"{row.ms:.4f} ms"
+                    console.print(f"  {row.kernel:13} {tuning.describe(row.config):38} {result}{mark}", highlight=False)
     if json:
         document = {"command": "flashtile tune", "env": record.environment(there, commit), "target": target,
                     "rows": [row.to_json() for row in rows]}  # fmt: skip
