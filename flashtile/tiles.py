@@ -133,12 +133,28 @@ PORTABLE = (
             ("dq", 256, 2, (128, 32, 8, 3)),
         ],
     ),
+    # Where tcgen05 takes the products, and not mma.sync as in the rows after these
+    *_rows(
+        "sm_100",
+        "arithmetic: no spills on sm_80, tiles of all stages in 163 KiB of shared memory; not measured",
+        [
+            ("forward", 64, 2, (128, 64, 4, 3)),
+            ("forward", 128, 2, (128, 64, 8, 2)),
+            ("forward", 256, 2, (64, 64, 8, 2)),
+            ("dkdv", 64, 2, (32, 128, 8, 2)),
+            ("dkdv", 128, 2, (64, 64, 8, 2)),
+            ("dkdv", 256, 2, (32, 32, 8, 2)),
+            ("dq", 64, 2, (64, 64, 4, 3)),
+            ("dq", 128, 2, (64, 64, 8, 2)),
+            ("dq", 256, 2, (64, 32, 8, 2)),
+        ],
+    ),
     *_rows(
         "",
         "16 bit forward and head dim 192: single runs of mma.sync and cp.async on an H200, see portable/forward.py; the rest "
         "arithmetic: tiles of all stages in 163 KiB (or 99 KiB: second row) of shared memory. Not measured on such GPUs",
         [
-            # Of 64 rows 8 warps do products twice where the result has no more columns, and each has 16 rows of its own
+            # By mma.sync 8 warps do a product twice whose result has 64 rows and no more columns: each has 16 rows of its own
             ("forward", 64, 2, (128, 64, 4, 3)),
             ("forward", 128, 2, (128, 32, 4, 2)),
             ("forward", 192, 2, (64, 64, 4, 2)),
@@ -237,7 +253,9 @@ def feasible(kernel, config, problem, device) -> bool:
 def select(table, kernel, problem, device) -> Row | None:
     """The row of a kernel for a problem on a device, or None where nothing fits."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    for where in (device.name, device.arch, ""):
+    # What has the tensor cores of sm_100
+    arch = "sm_100" if 100 <= device.sm < 120 else device.arch
+    for where in (device.name, arch, ""):
         for row in table:
             if (
                 (row.kernel, row.device) == (kernel, where)
@@ -758,21 +776,28 @@ def cuts_keys(problem, device) -> bool:
     return rows <= (32 if keys >= 4096 else 16) or (2 if keys >= 2048 else 4) * num_tiles <= device.num_sms
 
 
+def decode_fits(config, problem, device) -> bool:
+    """Whether the tiles of a CacheProblem fit in a block's shared memory."""
+    itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
+    blocks = (padded_dim(dim, 2) for dim in (problem.head_dim, problem.head_dim_v))
+    return shared_bytes("forward", config, *blocks, itemsize) <= device.smem_bytes
+
+
 def decode_config(problem, device) -> DecodeConfig | None:
     """The configuration of the kernel on a cache, or None where nothing fits. problem: CacheProblem."""
     itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
-    block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
+    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
     rows = problem.seqlen_q * problem.group_size
     for row in DECODE:
         if (
             row.arch in (device.arch, device.name, "")
-            and max(block_d, block_dv) <= row.block_dim
+            and block_dim <= row.block_dim
             and itemsize <= row.itemsize
             and (row.max_rows is None or rows <= row.max_rows)
             and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
             # lengths are on the device
             and (row.when is None or not problem.num_splits and row.when(problem, device.num_sms))
-            and shared_bytes("forward", row.config, block_d, block_dv, itemsize) <= device.smem_bytes
+            and decode_fits(row.config, problem, device)
         ):
             return row.config
     return None

@@ -138,6 +138,15 @@ def test_every_call_has_tiles():
         assert config.key_parts >= 1 and config.heads in (1, call.group_size), call
 
 
+def test_tiles_chosen_by_mma_sync_are_not_those_of_other_tensor_cores():
+    def forward(name, sm):
+        device = replace(hardware.by_name(name), name="another", arch=f"sm_{sm}")
+        return select(PORTABLE, "forward", problem(2048, 256, 256), device).config
+
+    assert forward("B200", 100) == forward("B200", 103) == TileConfig(64, 64, 8, 2)
+    assert forward("A100", 80) == forward("RTX 4090", 120) == TileConfig(64, 32, 4, 2)
+
+
 def test_the_last_heads_of_many_causal_tiles_end_a_portable_call():
     def tail(kernel, seqlen, heads, heads_kv=None, **options):
         shape = 2, seqlen, seqlen, heads, heads_kv or heads, 128, 128

@@ -25,7 +25,7 @@ from flashtile.kvcache_problem import CacheOperands
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.tiles import DecodeConfig, TileConfig
 
-# (tile_m, tile_n, num_warps, num_stages), on Hopper and newer
+# (tile_m, tile_n, num_warps, num_stages), where wgmma or tcgen05 takes products
 CANDIDATES = {
     "forward": {
         64: [(64, 64, 4, 3), (64, 64, 4, 4), (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 4), (128, 128, 8, 3)],
@@ -46,7 +46,7 @@ CANDIDATES = {
         256: [(128, 32, 8, 3), (128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 3), (64, 16, 4, 3), (64, 32, 8, 3)],
     },
 }
-# Before
+# Where mma.sync does: before Hopper, and from sm_120 on
 MMA_SYNC_CANDIDATES = {
     "forward": {
         64: [(128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 4, 3), (128, 64, 8, 3)],
@@ -111,7 +111,7 @@ def candidates(kernel, problem, device) -> list:
         kinds = {}, {"one_loop": False}, {"whole": True}
         return [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
     columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, problem.dtype.itemsize), tiles.ROWS_OF_WGMMA))
-    table = CANDIDATES if device.sm >= 90 else MMA_SYNC_CANDIDATES
+    table = CANDIDATES if 90 <= device.sm < 120 else MMA_SYNC_CANDIDATES
     return [TileConfig(*config) for config in table[kernel].get(columns, [])]
 
 
@@ -216,14 +216,13 @@ def _decode_contests(case, kernels, device, seed, there):
     if case.page_size:
         *caches, table = peers.in_pages(*caches, case)
     problem = case.cache_problem()
-    blocks = [tiles.padded_dim(dim, 2) for dim in (case.head_dim, case.head_dim_v)]
     for kernel in kernels:
         lengths = torch.tensor(DECODE_KERNELS[kernel](case), dtype=torch.int32, device=device)
         operands = CacheOperands(q, *caches, cache_seqlens=lengths, block_table=table, alibi_slopes=case.alibi_slopes(device))
         bound = cache(lambda config, operands=operands: decode.Call(problem, config, operands, there))
         yield kernel, Contest(
             tiles.decode_config(problem, there), candidates(kernel, problem, there),
-            lambda config: tiles.shared_bytes("forward", config, *blocks, problem.dtype.itemsize) <= there.smem_bytes,
+            lambda config: tiles.decode_fits(config, problem, there),
             lambda config, bound=bound, operands=operands: bound(config)(operands)[:1],
         )  # fmt: skip
 
