@@ -119,18 +119,24 @@ PORTABLE = (
             ("forward", 32, 2, (32, 64, 2, 2), None, 64),
             ("forward", 64, 2, (64, 64, 4, 3)),
             ("forward", 128, 2, (64, 64, 4, 3)),
+            # 192: tiles-192.json
+            ("forward", 192, 2, (128, 64, 8, 3)),
             ("forward", 256, 2, (128, 64, 8, 2)),
             # without a mask (32, 64, 4, 3) is 13 to 17% slower than (64, 64, 4, 3)
             ("dkdv", 64, 2, (32, 64, 4, 3), True),
             ("dkdv", 64, 2, (64, 64, 4, 3)),
             # (32, 128, 8, 3) spills nothing; 6 to 10% slower at 512 tokens, 1 to 5% faster at 16k
             ("dkdv", 128, 2, (32, 64, 4, 3)),
+            # Spills 176 to 392 bytes; 18% faster than (32, 64, 8, 3), causal 4% than (32, 32, 4, 3)
+            ("dkdv", 192, 2, (64, 64, 8, 2)),
             ("dkdv", 256, 2, (32, 32, 4, 3), True),
             # (32, 32, 4, 3) hardly spills; without a mask it is 1% slower at 512 tokens, 13% at 16k
             ("dkdv", 256, 2, (32, 64, 8, 3)),
             ("dq", 64, 2, (64, 64, 4, 3)),
             ("dq", 128, 2, (128, 64, 8, 3)),
             ("dq", 256, 2, (128, 32, 8, 3)),
+            # Of dropout
+            ("dq", 256, 2, (64, 32, 4, 2)),
         ],
     ),
     # Where tcgen05 takes the products, and not mma.sync as in the rows after these
@@ -149,29 +155,48 @@ PORTABLE = (
             ("dq", 256, 2, (64, 32, 8, 2)),
         ],
     ),
+    # By mma.sync 8 warps do a product twice whose result has 64 rows and no more columns: each has 16 rows of its own
     *_rows(
-        "",
-        "16 bit forward and head dim 192: single runs of mma.sync and cp.async on an H200, see portable/forward.py; the rest "
-        "arithmetic: tiles of all stages in 163 KiB (or 99 KiB: second row) of shared memory. Not measured on such GPUs",
+        "sm_80",
+        "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions and room for blocks, on an H200",
         [
-            # By mma.sync 8 warps do a product twice whose result has 64 rows and no more columns: each has 16 rows of its own
             ("forward", 64, 2, (128, 64, 4, 3)),
             ("forward", 128, 2, (128, 32, 4, 2)),
             ("forward", 192, 2, (64, 64, 4, 2)),
             ("forward", 256, 2, (64, 32, 4, 2)),
+            ("dkdv", 64, 2, (32, 128, 4, 2)),
+            ("dkdv", 128, 2, (64, 64, 4, 2)),
+            ("dkdv", 192, 2, (64, 32, 4, 2)),
+            ("dkdv", 256, 2, (32, 32, 4, 2)),
+            ("dq", 64, 2, (128, 64, 4, 2)),
+            ("dq", 128, 2, (128, 32, 4, 2)),
+            ("dq", 192, 2, (64, 32, 4, 2)),
+            ("dq", 256, 2, (32, 32, 4, 2)),
+        ],
+    ),
+    *_rows(
+        "",
+        "benchmarks/results/nvidia-h200/tiles-4090.json; an RTX 4090's instructions and room for blocks, on an H200; those of "
+        "32 bits arithmetic: tiles of all stages in 99 KiB of shared memory",
+        [
+            ("forward", 64, 2, (128, 64, 4, 3)),
+            ("forward", 128, 2, (128, 32, 4, 2)),
+            ("forward", 256, 2, (64, 32, 4, 2)),
             ("forward", 64, 4, (32, 32, 4, 2)),
             ("forward", 128, 4, (16, 32, 8, 2)),
             ("forward", 256, 4, (32, 16, 8, 2)),
-            ("dkdv", 64, 2, (32, 128, 8, 2)),
-            ("dkdv", 128, 2, (64, 64, 8, 2)),
-            ("dkdv", 256, 2, (32, 32, 4, 2)),
+            ("dkdv", 64, 2, (32, 128, 4, 2)),
+            # (32, 128, 8, 2) is 11% faster, but from Triton 3.7 on spills 3496 bytes
+            ("dkdv", 128, 2, (32, 64, 4, 3)),
+            ("dkdv", 192, 2, (64, 32, 4, 2)),
+            ("dkdv", 256, 2, (32, 32, 4, 3)),
             ("dkdv", 64, 4, (32, 32, 4, 2)),
             ("dkdv", 128, 4, (16, 32, 8, 2)),
             ("dkdv", 256, 4, (16, 16, 8, 2)),
-            ("dq", 64, 2, (64, 64, 4, 3)),
-            ("dq", 128, 2, (64, 64, 8, 2)),
-            ("dq", 256, 2, (64, 32, 4, 2)),
-            ("dq", 256, 2, (32, 32, 4, 2)),
+            ("dq", 64, 2, (128, 64, 4, 2)),
+            ("dq", 128, 2, (128, 32, 4, 2)),
+            ("dq", 192, 2, (64, 32, 4, 2)),
+            ("dq", 256, 2, (32, 32, 4, 3)),
             ("dq", 64, 4, (32, 32, 4, 2)),
             ("dq", 128, 4, (32, 16, 4, 2)),
             ("dq", 256, 4, (16, 16, 8, 1)),
@@ -228,12 +253,23 @@ def box_columns(live: int, block: int) -> int:
     return 64 if 128 < live <= block - 64 else block
 
 
-def shared_bytes(kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int, dropout: bool = False) -> int:
-    """Estimate of a block's shared memory: the tiles that stay, num_stages of those that stream, and the mask of dropout."""
+def by_mma_sync(device) -> bool:
+    """Whether mma.sync takes a device's products: before Hopper's wgmma, and on the consumer GPUs after it."""
+    return not 90 <= device.sm < 120
+
+
+def shared_bytes(
+    kernel: str, config: TileConfig, block_d: int, block_dv: int, itemsize: int, dropout: bool = False, mma_sync: bool = False
+) -> int:
+    """Estimate of a block's shared memory: the tiles that stay, num_stages of those that stream, and the mask of dropout.
+
+    mma_sync: its operands are in registers before the next load begins, so a tile in use has no stage of its own; scores may
+    change their layout through shared memory.
+    """
     both = (block_d + block_dv) * itemsize
-    stages = config.num_stages
+    stages = max(1, config.num_stages - mma_sync)
     # changes its layout through shared memory, a byte an element
-    mask = config.tile_m * config.tile_n * dropout
+    mask = config.tile_m * config.tile_n * (dropout + mma_sync * itemsize)
     if kernel == "forward":
         return config.tile_m * block_d * itemsize + stages * config.tile_n * both + mask
     if kernel == "dkdv":
@@ -247,14 +283,14 @@ def feasible(kernel, config, problem, device) -> bool:
     """Whether the tiles of a problem fit in a block's shared memory."""
     itemsize = problem.dtype.itemsize
     columns = (sum(blocks_of(dim, padded_dim(dim, itemsize), ROWS_OF_WGMMA)) for dim in (problem.head_dim, problem.head_dim_v))
-    return shared_bytes(kernel, config, *columns, itemsize, problem.dropout_p > 0) <= device.smem_bytes
+    return shared_bytes(kernel, config, *columns, itemsize, problem.dropout_p > 0, by_mma_sync(device)) <= device.smem_bytes
 
 
 def select(table, kernel, problem, device) -> Row | None:
     """The row of a kernel for a problem on a device, or None where nothing fits."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
     # What has the tensor cores of sm_100
-    arch = "sm_100" if 100 <= device.sm < 120 else device.arch
+    arch = "sm_100" if device.sm >= 100 and not by_mma_sync(device) else device.arch
     for where in (device.name, arch, ""):
         for row in table:
             if (
@@ -710,6 +746,7 @@ _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SINGLE = "single runs on an H200, see docs/kernels/decode.md"
 _DECODE_BOTH = "single runs on an H100 and an H200, see docs/kernels/decode.md"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in shared memory, of 99 KiB but for one; not measured"
+_DECODE_OLDER = "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions on an H200"
 # The first row that matches and fits is taken.
 DECODE = (
     # Alone on its SM a program has larger tiles, and with 4 warps is faster than with 8
@@ -737,19 +774,21 @@ DECODE = (
     DecodeRow(64, 2, None, DecodeConfig(64, 64, 4, 3, 2), "sm_90", _DECODE_BOTH),
     DecodeRow(128, 2, 32, DecodeConfig(32, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     *(
-        DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, _DECODE_SOURCE)
-        for block_dim, itemsize, max_rows, arch, config in [
-            (256, 2, 16, "sm_90", (16, 64, 4, 2, 2)),
-            (128, 2, None, "sm_90", (64, 64, 4, 3, 2)),
-            (256, 2, None, "sm_90", (64, 64, 8, 2, 1)),
-            (64, 2, 16, "", (16, 64, 4, 3, 2)),
+        DecodeRow(block_dim, itemsize, max_rows, DecodeConfig(*config), arch, source, when=when)
+        for block_dim, itemsize, max_rows, arch, config, source, when in [
+            (256, 2, 16, "sm_90", (16, 64, 4, 2, 2), _DECODE_SOURCE, None),
+            (128, 2, None, "sm_90", (64, 64, 4, 3, 2), _DECODE_SOURCE, None),
+            (256, 2, None, "sm_90", (64, 64, 8, 2, 1), _DECODE_SOURCE, None),
+            (64, 2, 16, "", (16, 64, 4, 3, 2), _DECODE_OLDER, None),
             # As a Hopper has them for few rows in pages; two to an SM of 164 and of 100 KiB
-            (128, 2, 16, "", (16, 64, 4, 3, 2)),
-            (128, 2, 16, "", (16, 32, 4, 3, 2)),
-            (256, 2, 16, "", (16, 32, 4, 2, 2)),
-            (128, 2, None, "", (64, 32, 4, 3, 2)),
-            (256, 2, None, "", (64, 32, 8, 2, 1)),
-            (256, 4, None, "", (16, 16, 4, 2, 1)),
+            (128, 2, 16, "", (16, 64, 4, 3, 2), _DECODE_OLDER, None),
+            (128, 2, 16, "", (16, 32, 4, 3, 2), _DECODE_OLDER, None),
+            (256, 2, 16, "", (16, 32, 4, 3, 2), _DECODE_OLDER, _below_256),
+            # One loop takes 1.2 to 1.35 of the time of one for each row tile, with two stages
+            (256, 2, 16, "", (16, 32, 4, 2, 2, False, False), _DECODE_OLDER, None),
+            (128, 2, None, "", (64, 32, 4, 3, 2), _DECODE_SOURCE, None),
+            (256, 2, None, "", (64, 32, 8, 2, 1), _DECODE_SOURCE, None),
+            (256, 4, None, "", (16, 16, 4, 2, 1), _DECODE_SOURCE, None),
         ]
     ),
 )

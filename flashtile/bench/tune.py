@@ -4,7 +4,8 @@ Candidates were found by hand, by kernel and columns of a tile; what does not fi
 is a row with the reason.
 
 For an older GPU that is not here (`target`) kernels are compiled with its instructions, mma.sync and cp.async on an Ampere, and
-have as much shared memory as a block has there. How many blocks run side by side, and how fast memory is, stays as it is here.
+have as much shared memory as a block and a multiprocessor have there, so as many blocks run side by side. How fast tensor cores
+and memory are, and how many registers there are, stays as it is here.
 """
 
 import random
@@ -49,22 +50,22 @@ CANDIDATES = {
 # Where mma.sync does: before Hopper, and from sm_120 on
 MMA_SYNC_CANDIDATES = {
     "forward": {
-        64: [(128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 4, 3), (128, 64, 8, 3)],
-        128: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 2), (128, 32, 8, 2)],
-        192: [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2), (128, 32, 8, 2)],
-        256: [(64, 64, 8, 2), (64, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2)],
+        64: [(128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 4), (128, 32, 4, 3), (128, 32, 4, 4), (256, 64, 8, 3)],
+        128: [(128, 32, 4, 2), (128, 32, 4, 3), (128, 16, 4, 3), (256, 32, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2)],
+        192: [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 3), (128, 16, 4, 2), (128, 64, 8, 2)],
+        256: [(64, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 8, 2), (64, 16, 4, 3), (128, 32, 8, 2)],
     },
     "dkdv": {
-        64: [(32, 128, 8, 2), (64, 64, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 3), (64, 128, 8, 2), (32, 128, 4, 2)],
-        128: [(64, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2), (32, 128, 8, 2), (64, 128, 8, 2), (32, 32, 4, 2), (64, 64, 4, 2)],
-        192: [(32, 32, 4, 2), (32, 32, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2), (32, 64, 8, 2), (16, 64, 4, 2)],
-        256: [(32, 32, 8, 2), (32, 32, 4, 2), (64, 32, 4, 2), (32, 64, 8, 2), (64, 32, 8, 2), (16, 64, 4, 2)],
+        64: [(32, 128, 4, 2), (16, 128, 4, 3), (32, 256, 8, 2), (32, 128, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3)],
+        128: [(64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (32, 64, 4, 3), (16, 64, 4, 3), (32, 128, 8, 2), (64, 128, 8, 2)],
+        192: [(64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2), (32, 32, 4, 3), (16, 64, 4, 2), (32, 64, 4, 2)],
+        256: [(32, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 3), (16, 32, 4, 2), (64, 64, 8, 1), (32, 64, 8, 2)],
     },
     "dq": {
-        64: [(64, 64, 4, 3), (64, 32, 4, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (128, 32, 4, 3)],
-        128: [(64, 64, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 4, 2)],
-        192: [(64, 32, 4, 2), (64, 32, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2), (64, 16, 4, 2)],
-        256: [(64, 32, 8, 2), (32, 16, 4, 2), (64, 32, 4, 2), (64, 16, 4, 2), (128, 32, 8, 2), (32, 32, 4, 2)],
+        64: [(64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 32, 4, 2), (128, 32, 4, 3), (128, 64, 8, 3)],
+        128: [(128, 32, 4, 2), (128, 32, 4, 3), (128, 16, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2)],
+        192: [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 16, 4, 3), (32, 32, 4, 2), (128, 32, 8, 2)],
+        256: [(64, 32, 4, 2), (64, 16, 4, 2), (64, 16, 4, 3), (32, 32, 4, 2), (32, 32, 4, 3), (64, 32, 4, 1)],
     },
 }
 # (tile_n, num_warps, num_stages, programs_per_sm), each tried as shares in one loop and in several, and with whole row tiles
@@ -111,7 +112,7 @@ def candidates(kernel, problem, device) -> list:
         kinds = {}, {"one_loop": False}, {"whole": True}
         return [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
     columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, problem.dtype.itemsize), tiles.ROWS_OF_WGMMA))
-    table = CANDIDATES if 90 <= device.sm < 120 else MMA_SYNC_CANDIDATES
+    table = MMA_SYNC_CANDIDATES if tiles.by_mma_sync(device) else CANDIDATES
     return [TileConfig(*config) for config in table[kernel].get(columns, [])]
 
 
@@ -125,12 +126,26 @@ def describe(config) -> str:
 
 @contextmanager
 def instructions_of(device):
-    """Kernels that the process compiles inside for the first time have the instructions of a hardware.Device, and run here."""
+    """Kernels that the process compiles inside for the first time have the instructions of a hardware.Device, and run here.
+
+    They have the shared memory of a multiprocessor there too: the rest of the one here, of `smem_bytes` and 1 KiB, is cache.
+    """
     from triton import knobs
+
+    from flashtile.device import launcher
+
+    def loaded(module, function, *rest):
+        # The hardware has some sizes, and takes the next one up
+        part = (device.smem_bytes + 1024) / (hardware.detect().smem_bytes + 1024)
+        launcher.prefer_shared_memory(function, int(100 * part))
 
     with knobs.runtime.scope():
         knobs.runtime.override_arch = f"sm{device.sm}"
-        yield
+        knobs.runtime.kernel_load_end_hook.add(loaded)
+        try:
+            yield
+        finally:
+            knobs.runtime.kernel_load_end_hook.remove(loaded)
 
 
 def run(case, kernels, device, seed: int = 0, say=lambda text: None, target=None) -> list[Row]:

@@ -96,6 +96,7 @@ class _Config(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 # By the types of Triton's signatures, as `struct` packs them
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d"}
 
@@ -104,6 +105,11 @@ _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "f32": 
 def _cuda():
     # Gives up the GIL: a launch waits where the queue is full, maybe for what another thread has yet to launch
     return ctypes.CDLL("libcuda.so.1")
+
+
+def prefer_shared_memory(function, percent):
+    """Ask for that part of a multiprocessor's memory as shared memory where a block fits, the rest as cache."""
+    _cuda().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_SHARED_MEMORY_CARVEOUT, int(percent))
 
 
 def ensure_context():
