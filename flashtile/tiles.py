@@ -66,18 +66,23 @@ def group_splits(problem, tile_n, num_sms) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PortableConfig(KeyTileConfig):
-    """Of a kernel with a program for each tile. tail_heads: the last heads, see `device.schedule.tile_of_program`."""
+    """Of a kernel with a program for each tile. tail_heads: the last heads, see `device.schedule.tile_of_program`. narrow: see
+    `padded_dim`."""
 
     tail_heads: int | None = None
+    narrow: bool = False
 
 
 # Of the tiles of the last heads under a causal mask, see portable/forward.py
 _TAIL_WARPS_AN_SM = 16
 
 
-def on_gpu(kernel, config, problem, num_sms) -> PortableConfig:
-    """The TileConfig of a portable kernel with what a GPU of num_sms adds to it for a problem."""
-    config = PortableConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages)
+def on_gpu(kernel, config, problem, device) -> PortableConfig:
+    """The TileConfig of a portable kernel with what a hardware.Device adds to it for a problem."""
+    num_sms = device.num_sms
+    # Of the left operands of all its products tile_m is the fewest rows in the forward alone
+    narrow = is_narrow(problem, device) or kernel == "forward" and config.tile_m < ROWS_OF_WGMMA
+    config = PortableConfig(config.tile_m, config.tile_n, config.num_warps, config.num_stages, narrow=narrow)
     heads, tiles = problem.num_heads, _number_of_tiles(problem, config.tile_m, problem.seqlen_q, problem.total_q)
     if kernel == "dkdv":
         config = replace(config, splits=group_splits(problem, config.tile_n, num_sms))
@@ -101,6 +106,8 @@ class Row(NamedTuple):
     # None: any mask, any number of keys
     causal: bool | None = None
     max_seqlen: int | None = None
+    # only for calls with dropout
+    dropout: bool = False
     source: str = ""
 
 
@@ -155,6 +162,7 @@ PORTABLE = (
             ("dq", 256, 2, (64, 32, 8, 2)),
         ],
     ),
+    # With dropout larger tiles of dkdv spill 460 to 3500 bytes, and of dq at 192 4304 with Triton 3.8
     # By mma.sync 8 warps do a product twice whose result has 64 rows and no more columns: each has 16 rows of its own
     *_rows(
         "sm_80",
@@ -164,12 +172,19 @@ PORTABLE = (
             ("forward", 128, 2, (128, 32, 4, 2)),
             ("forward", 192, 2, (64, 64, 4, 2)),
             ("forward", 256, 2, (64, 32, 4, 2)),
+            ("dkdv", 64, 2, (16, 128, 4, 3), None, None, True),
             ("dkdv", 64, 2, (32, 128, 4, 2)),
+            ("dkdv", 128, 2, (32, 64, 4, 3), None, None, True),
             ("dkdv", 128, 2, (64, 64, 4, 2)),
+            ("dkdv", 160, 2, (64, 32, 4, 2), None, None, True),
+            ("dkdv", 160, 2, (32, 64, 4, 2)),
             ("dkdv", 192, 2, (64, 32, 4, 2)),
             ("dkdv", 256, 2, (32, 32, 4, 2)),
+            ("dq", 32, 2, (64, 64, 4, 3)),
             ("dq", 64, 2, (128, 64, 4, 2)),
+            ("dq", 96, 2, (128, 32, 4, 3)),
             ("dq", 128, 2, (128, 32, 4, 2)),
+            ("dq", 192, 2, (64, 16, 4, 2), None, None, True),
             ("dq", 192, 2, (64, 32, 4, 2)),
             ("dq", 256, 2, (32, 32, 4, 2)),
         ],
@@ -185,16 +200,22 @@ PORTABLE = (
             ("forward", 64, 4, (32, 32, 4, 2)),
             ("forward", 128, 4, (16, 32, 8, 2)),
             ("forward", 256, 4, (32, 16, 8, 2)),
+            ("dkdv", 64, 2, (16, 128, 4, 3), None, None, True),
             ("dkdv", 64, 2, (32, 128, 4, 2)),
             # (32, 128, 8, 2) is 11% faster, but from Triton 3.7 on spills 3496 bytes
             ("dkdv", 128, 2, (32, 64, 4, 3)),
+            ("dkdv", 160, 2, (64, 32, 4, 2), None, None, True),
+            ("dkdv", 160, 2, (32, 64, 4, 2)),
             ("dkdv", 192, 2, (64, 32, 4, 2)),
             ("dkdv", 256, 2, (32, 32, 4, 3)),
             ("dkdv", 64, 4, (32, 32, 4, 2)),
             ("dkdv", 128, 4, (16, 32, 8, 2)),
             ("dkdv", 256, 4, (16, 16, 8, 2)),
+            ("dq", 32, 2, (64, 64, 4, 3)),
             ("dq", 64, 2, (128, 64, 4, 2)),
+            ("dq", 96, 2, (128, 32, 4, 3)),
             ("dq", 128, 2, (128, 32, 4, 2)),
+            ("dq", 192, 2, (64, 16, 4, 2), None, None, True),
             ("dq", 192, 2, (64, 32, 4, 2)),
             ("dq", 256, 2, (32, 32, 4, 3)),
             ("dq", 64, 4, (32, 32, 4, 2)),
@@ -206,18 +227,18 @@ PORTABLE = (
 )
 
 
-# wgmma takes products of so many
+# wgmma takes left operands of so many, or multiples
 ROWS_OF_WGMMA = 64
 
 
-def padded_dim(head_dim: int, itemsize: int, rows: int = ROWS_OF_WGMMA) -> int:
+def padded_dim(head_dim: int, itemsize: int, narrow: bool = False) -> int:
     """Columns of a tile that holds head_dim: a power of two, at least 16 for a product, and 128 bytes of a 2-byte dtype.
 
     Triton 3.6 multiplies wrongly on Hopper when a right operand with shorter rows did not come through the load pipeline
-    (seen with fp16 and bf16 rows of 16 and 32; rows of 64 and more are right): the cases dim_40_8 and dim_224_32_sliced. Not
-    where the left operands have fewer rows than 64, which wgmma does not take. rows: of these, or fewer.
+    (seen with fp16 and bf16 rows of 16 and 32; rows of 64 and more are right): the cases dim_40_8 and dim_224_32_sliced.
+    narrow: wgmma takes no product, since left operands have fewer rows than it wants or the GPU has none, so 16 will do.
     """
-    return max(64 if itemsize == 2 and rows >= ROWS_OF_WGMMA else 16, 1 << (head_dim - 1).bit_length())
+    return max(64 if itemsize == 2 and not narrow else 16, 1 << (head_dim - 1).bit_length())
 
 
 def live_columns(head_dim: int, block: int) -> int:
@@ -231,18 +252,24 @@ def live_columns(head_dim: int, block: int) -> int:
     return half + max(16, 1 << (head_dim - half - 1).bit_length())
 
 
-def blocks_of(head_dim: int, block: int, rows: int) -> tuple[int, int]:
+def blocks_of(head_dim: int, itemsize: int, narrow: bool) -> tuple[int, int]:
     """Columns of a tile's block of columns, and of a second one behind it or 0: of what is past them nothing takes part.
 
-    block: `padded_dim`. rows: of the left operands of products. Of 128 columns two blocks are faster where 80 live, not 96; and
-    not where wgmma takes the products, for which right operands of 32 columns are too narrow, see `padded_dim`.
+    itemsize, narrow: as in `padded_dim`.
     """
-    by_wgmma = rows >= ROWS_OF_WGMMA
+    block = padded_dim(head_dim, itemsize, narrow)
     live = live_columns(head_dim, block)
-    if live == block or block < (256 if by_wgmma else 128) or block == 128 and live > 80:
+    if live == block or block < (128 if narrow else 256):
         return block, 0
     # Of 16, a thread would load 8 bytes
-    return block // 2, max(64 if by_wgmma else 32, live - block // 2)
+    return block // 2, max(32 if narrow else 64, live - block // 2)
+
+
+def decode_blocks_of(head_dim: int, rows: int) -> tuple[int, int]:
+    """The same of a tile over a cache, of so many rows. Here two blocks are slower where 96 columns of 128 live."""
+    if head_dim <= 64 or 80 < head_dim <= 96:
+        return padded_dim(head_dim, 2), 0
+    return blocks_of(head_dim, 2, narrow=rows < ROWS_OF_WGMMA)
 
 
 def box_columns(live: int, block: int) -> int:
@@ -256,6 +283,14 @@ def box_columns(live: int, block: int) -> int:
 def by_mma_sync(device) -> bool:
     """Whether mma.sync takes a device's products: before Hopper's wgmma, and on the consumer GPUs after it."""
     return not 90 <= device.sm < 120
+
+
+def is_narrow(problem, device) -> bool:
+    """Whether all products of a call of the portable tier may have narrow right operands, see `padded_dim`.
+
+    Not with dropout: a dkdv of two blocks, the second with 32 columns, spills 2600 to 8500 bytes with it.
+    """
+    return by_mma_sync(device) and not problem.dropout_p
 
 
 def shared_bytes(
@@ -281,9 +316,9 @@ def shared_bytes(
 
 def feasible(kernel, config, problem, device) -> bool:
     """Whether the tiles of a problem fit in a block's shared memory."""
-    itemsize = problem.dtype.itemsize
-    columns = (sum(blocks_of(dim, padded_dim(dim, itemsize), ROWS_OF_WGMMA)) for dim in (problem.head_dim, problem.head_dim_v))
-    return shared_bytes(kernel, config, *columns, itemsize, problem.dropout_p > 0, by_mma_sync(device)) <= device.smem_bytes
+    itemsize, mma_sync = problem.dtype.itemsize, by_mma_sync(device)
+    columns = (sum(blocks_of(dim, itemsize, is_narrow(problem, device))) for dim in (problem.head_dim, problem.head_dim_v))
+    return shared_bytes(kernel, config, *columns, itemsize, problem.dropout_p > 0, mma_sync) <= device.smem_bytes
 
 
 def select(table, kernel, problem, device) -> Row | None:
@@ -299,6 +334,7 @@ def select(table, kernel, problem, device) -> Row | None:
                 and problem.dtype.itemsize <= row.itemsize
                 and row.causal in (None, problem.causal)
                 and (row.max_seqlen is None or problem.seqlen_k <= row.max_seqlen)
+                and row.dropout <= (problem.dropout_p > 0)
                 and feasible(kernel, row.config, problem, device)
             ):
                 return row

@@ -89,8 +89,8 @@ def tail_of_half(monkeypatch, forget):
 
     whole = tiles.on_gpu
 
-    def half(kernel, config, problem, num_sms):
-        config = whole(kernel, config, problem, num_sms)
+    def half(kernel, config, problem, device):
+        config = whole(kernel, config, problem, device)
         heads = problem.num_heads_kv * config.splits if kernel == "dkdv" else problem.num_heads
         return config if kernel == "delta" else replace(config, tail_heads=(problem.batch * heads + 1) // 2)
 

@@ -32,7 +32,9 @@ from flashtile.problem import AttentionProblem, Operands
 # Everything that adds code to a kernel, in one call: packed, window on both sides, softcap, ALiBi, sinks, dropout.
 ALL_FEATURES = dict(window=(200, 100), softcap=20.0, dropout_p=0.1)
 # Tokens of a call by its head dim
-DIMS = {32: 64, 64: 1024, 128: 1024, 192: 1024, 256: 1024}
+DIMS = {32: 64, 64: 1024, 96: 1024, 128: 1024, 160: 1024, 192: 1024, 256: 1024}
+# Where no other tensor cores than those of mma.sync are, two blocks of columns that others have as one
+NARROW_DIMS = 96, 160
 HEADS = 8
 
 
@@ -43,6 +45,8 @@ def chosen_rows(arch, features=False):
     for device, dtype, dim, causal in product(devices, (torch.bfloat16, torch.float32), DIMS, (True, False)):
         # fp32 kernels take long to compile; the masked one has all of the other's code
         if not causal and (features or dtype == torch.float32) or (features and dtype == torch.float32):
+            continue
+        if dim in NARROW_DIMS and not (tiles.by_mma_sync(device) and dtype == torch.bfloat16):
             continue
         problem, _ = full_call(dim, dtype) if features else plain_call(dim, dtype, causal)
         for kernel in chain(*KERNELS.values()):
@@ -83,12 +87,13 @@ def full_call(dim, dtype):
     return problem, operands
 
 
-def _launch(kernel, row, problem, operands):
+def _launch(kernel, row, problem, operands, arch):
     """Launch one kernel as the portable tier does. kernel: that of the row, or of a dq row dslopes."""
+    device = replace(next(device for device in hardware.DEVICES.values() if device.sm == arch), num_sms=1)
     out = operands.q.new_empty((*operands.q.shape[:-1], problem.head_dim_v))
     lse = operands.q.new_empty(problem.lse_shape, dtype=torch.float32)
-    common = common_arguments(problem, operands)
-    config = tiles.on_gpu(row.kernel, row.config, problem, num_sms=1)
+    common = common_arguments(problem, operands, tiles.is_narrow(problem, device))
+    config = tiles.on_gpu(row.kernel, row.config, problem, device)
     if problem.window[1] is not None and row.kernel != "delta" and row.max_seqlen is None:
         # As in calls of many tiles, which takes registers
         config = replace(config, tail_heads=1)
@@ -122,7 +127,7 @@ def compile_rows(arch, features=False):
         result = {"kernel": kernel, "name": f"{name} {tile} sm_{arch}", "smem_bytes": smem_bytes}
         try:
             with offline.launches(arch) as reports:
-                _launch(kernel, row, problem, operands)
+                _launch(kernel, row, problem, operands, arch)
         except Exception as error:
             yield result | {"error": f"{type(error).__name__}: {error}"[:2000]}
             continue
@@ -185,9 +190,10 @@ def dead_rows():
 
 def compile_for_older(arch):
     problem, operands = plain_call(128, torch.bfloat16, True)
-    config = tiles.select(tiles.PORTABLE, "forward", problem, hardware.by_name("A100")).config
-    with tune.instructions_of(hardware.by_name("A100")), offline.launches(arch, sass=True) as reports:
-        forward.launch(problem, tiles.on_gpu("forward", config, problem, 132), operands)
+    device = hardware.by_name("A100")
+    config = tiles.select(tiles.PORTABLE, "forward", problem, device).config
+    with tune.instructions_of(device), offline.launches(arch, sass=True) as reports:
+        forward.launch(problem, tiles.on_gpu("forward", config, problem, device), operands)
     return [asdict(report) for report in reports]
 
 

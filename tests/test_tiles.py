@@ -21,6 +21,7 @@ from flashtile.tiles import (
     box_columns,
     column_boxes,
     cuts_keys,
+    decode_blocks_of,
     hopper_config,
     live_columns,
     on_gpu,
@@ -44,18 +45,23 @@ def test_live_columns_hold_the_head_dim_in_two_products(head_dim):
     assert live == block or rest == 16 or rest < 2 * (head_dim - block // 2)
 
 
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_two_blocks_of_columns_hold_the_head_dim_with_fewer_zeros(head_dim, rows):
-    padded = padded_dim(head_dim, 2)
-    block, rest = blocks_of(head_dim, padded, rows)
+def test_two_blocks_of_columns_hold_the_head_dim_with_fewer_zeros(head_dim, narrow):
+    padded = padded_dim(head_dim, 2, narrow)
+    block, rest = blocks_of(head_dim, 2, narrow)
     if rest == 0:
         assert block == padded
     else:
         assert block < head_dim <= block + rest < padded
         # powers of two, and wide enough for a product by wgmma
-        assert block & (block - 1) == rest & (rest - 1) == 0 and rest >= (64 if rows == 64 else 32)
-    assert (rest > 0) == (128 < head_dim <= 192 or rows == 16 and 64 < head_dim <= 80)
+        assert block & (block - 1) == rest & (rest - 1) == 0 and rest >= (32 if narrow else 64)
+    assert (rest > 0) == (128 < head_dim <= 192 or narrow and 64 < head_dim <= 96)
+    # Over a cache
+    rows = 16 if narrow else 64
+    assert decode_blocks_of(head_dim, rows) == (
+        (padded_dim(head_dim, 2), 0) if head_dim <= 64 or 80 < head_dim <= 96 else blocks_of(head_dim, 2, narrow)
+    )
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -151,7 +157,7 @@ def test_the_last_heads_of_many_causal_tiles_end_a_portable_call():
     def tail(kernel, seqlen, heads, heads_kv=None, **options):
         shape = 2, seqlen, seqlen, heads, heads_kv or heads, 128, 128
         problem = AttentionProblem(*shape, torch.bfloat16, softmax_scale=1.0, **options)
-        return on_gpu(kernel, TileConfig(64, 64, 4, 3), problem, 100).tail_heads
+        return on_gpu(kernel, TileConfig(64, 64, 4, 3), problem, replace(hardware.by_name("H200"), num_sms=100)).tail_heads
 
     causal = {"window": (None, 0)}
     # 400 tiles have 16 warps a multiprocessor
@@ -287,7 +293,7 @@ def test_small_calls_of_small_head_dims_have_tiles_of_their_own():
         return select(PORTABLE, "forward", problem(seqlen, head_dim, head_dim), hardware.by_name(device)).config.tile_m
 
     assert [rows(64, 32, "H200"), rows(65, 32, "H200"), rows(64, 40, "H200"), rows(64, 32, "A100")] == [32, 64, 64, 128]
-    assert [padded_dim(24, 2, 32), padded_dim(24, 2, 64), padded_dim(8, 2, 32), padded_dim(40, 2, 32)] == [32, 64, 16, 64]
+    assert [padded_dim(dim, 2, narrow=True) for dim in (24, 8, 40)] == [32, 16, 64] and padded_dim(24, 2) == 64
 
 
 @pytest.mark.parametrize("config", sorted({config for row in HOPPER for config in row.configs}, key=str), ids=str)

@@ -108,12 +108,12 @@ def candidates(kernel, problem, device) -> list:
     """Configurations of a problem on a hardware.Device: TileConfigs, of kernels of DECODE_KERNELS DecodeConfigs."""
     dim = max(problem.head_dim, problem.head_dim_v)
     if kernel in DECODE_KERNELS:
-        columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, 2), DECODE_ROWS))
+        columns = sum(tiles.decode_blocks_of(dim, DECODE_ROWS))
         kinds = {}, {"one_loop": False}, {"whole": True}
         return [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
-    columns = sum(tiles.blocks_of(dim, tiles.padded_dim(dim, problem.dtype.itemsize), tiles.ROWS_OF_WGMMA))
-    table = MMA_SYNC_CANDIDATES if tiles.by_mma_sync(device) else CANDIDATES
-    return [TileConfig(*config) for config in table[kernel].get(columns, [])]
+    columns = sum(tiles.blocks_of(dim, problem.dtype.itemsize, tiles.is_narrow(problem, device)))
+    table = (MMA_SYNC_CANDIDATES if tiles.by_mma_sync(device) else CANDIDATES)[kernel]
+    return [TileConfig(*config) for config in next(table[most] for most in table if columns <= most)]
 
 
 def describe(config) -> str:
@@ -206,7 +206,7 @@ def _contests(case, kernels, device, seed, there):
     # Any lse and delta cost the same; this lse keeps p near 1 / seqlen.
     lse = torch.full(problem.lse_shape, 7.0, device=device)
     delta = torch.randn_like(lse)
-    common = common_arguments(problem, operands)
+    common = common_arguments(problem, operands, tiles.is_narrow(problem, there))
     bound = cache(lambda config: forward.bind(problem, config))
     launches = {
         "forward": lambda config: bound(config)(operands),
@@ -218,7 +218,7 @@ def _contests(case, kernels, device, seed, there):
         yield kernel, Contest(
             chosen.config if chosen else None, candidates(kernel, problem, there),
             lambda config, kernel=kernel: tiles.feasible(kernel, config, problem, there),
-            lambda config, kernel=kernel: launches[kernel](tiles.on_gpu(kernel, config, problem, there.num_sms)),
+            lambda config, kernel=kernel: launches[kernel](tiles.on_gpu(kernel, config, problem, there)),
         )  # fmt: skip
 
 

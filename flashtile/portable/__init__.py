@@ -1,5 +1,7 @@
 """The portable tier: Triton kernels for every NVIDIA GPU from sm_80 on, all features, forward and backward."""
 
+from dataclasses import replace
+
 import torch
 
 from flashtile import settings, tiles
@@ -45,8 +47,8 @@ def configs(problem, device, direction) -> dict:
         config = tiles.decode_config(CacheProblem.of_attention(problem), device)
         if config is not None:
             return {"decode": config}
-    num_sms = device.num_sms or INTERPRETED_SMS
-    return {kernel: tiles.on_gpu(kernel, tiles.select(tiles.PORTABLE, kernel, problem, device).config, problem, num_sms)
+    device = replace(device, num_sms=device.num_sms or INTERPRETED_SMS)
+    return {kernel: tiles.on_gpu(kernel, tiles.select(tiles.PORTABLE, kernel, problem, device).config, problem, device)
             for kernel in KERNELS[direction]}  # fmt: skip
 
 
@@ -102,7 +104,7 @@ def compile_jobs(problem, configs, operands, direction) -> list:
 
     if direction == "forward":
         return [partial(bind_forward(problem, configs), operands)]
-    common = arguments.common_arguments(problem, operands)
+    common = arguments.common_arguments(problem, operands, configs["dq"].narrow)
     dout, lse = forward_outputs(problem, cleared=False)(operands.q)
     delta = partial(backward.launch_delta, problem, configs["delta"], common, dout, lse, dout, None)
     if direction == "dslopes":

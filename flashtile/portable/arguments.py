@@ -6,7 +6,7 @@ from flashtile.device.dropout import Dropout, dropout_of
 from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.tiles import ROWS_OF_WGMMA, blocks_of, padded_dim
+from flashtile.tiles import blocks_of
 
 
 class CommonArguments(NamedTuple):
@@ -19,12 +19,12 @@ class CommonArguments(NamedTuple):
     shapes: dict
 
 
-def common_arguments(problem, operands, rows=64) -> CommonArguments:
-    """rows: of the left operand of every product, or less than that."""
+def common_arguments(problem, operands, narrow) -> CommonArguments:
+    """narrow: that of each of the call's configs."""
     packing = Packing(operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_q, operands.seqused_k)
     score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0)
     dropout = dropout_of(problem, operands.rng_state)
-    (block_d, rest_d), (block_dv, rest_dv) = (blocks_of(dim, padded_dim(dim, problem.dtype.itemsize, rows), ROWS_OF_WGMMA)
+    (block_d, rest_d), (block_dv, rest_dv) = (blocks_of(dim, problem.dtype.itemsize, narrow)
                                               for dim in (problem.head_dim, problem.head_dim_v))  # fmt: skip
     shapes = {
         "GROUP_SIZE": problem.group_size, "HEAD_DIM": problem.head_dim, "HEAD_DIM_V": problem.head_dim_v, "BLOCK_D": block_d,

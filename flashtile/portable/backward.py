@@ -307,7 +307,7 @@ def bind_dslopes(problem, configs):
 def _start_dslopes(problem, configs, launch, *tensors):
     *operands, out, lse, dout, dlse, delta, dslopes = tensors
     operands = Operands(*operands)
-    common = common_arguments(problem, operands)
+    common = common_arguments(problem, operands, configs["dq"].narrow)
     launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
     launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, None, dslopes, launch)
 
@@ -315,7 +315,7 @@ def _start_dslopes(problem, configs, launch, *tensors):
 def _start(problem, configs, launch, *tensors):
     *operands, out, lse, dout, dlse, delta, dq, dk, dv, dk_parts, dv_parts = tensors
     operands = Operands(*operands)
-    common = common_arguments(problem, operands)
+    common = common_arguments(problem, operands, configs["dq"].narrow)
     launch_delta(problem, configs["delta"], common, out, lse, dout, dlse, delta, launch)
     launch_dkdv(problem, configs["dkdv"], common, operands, lse, delta, dout, (dk, dv, dk_parts, dv_parts), launch)
     launch_dq(problem, configs["dq"], common, operands, lse, delta, dout, dq, None, launch)

@@ -44,7 +44,7 @@ from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_pt
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.tiles import blocks_of, padded_dim
+from flashtile.tiles import decode_blocks_of, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
@@ -655,7 +655,7 @@ class Call:
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        (block_d, rest_d), (block_dv, rest_dv) = (blocks_of(dim, padded_dim(dim, 2), config.tile_m)
+        (block_d, rest_d), (block_dv, rest_dv) = (decode_blocks_of(dim, config.tile_m)
                                                   for dim in (problem.head_dim, problem.head_dim_v))  # fmt: skip
         columns = padded_dim(problem.head_dim_v, 2)
         row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles

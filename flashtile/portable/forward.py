@@ -147,7 +147,7 @@ def _start(problem, config, launch, *tensors):
     *operands, out, lse = tensors
     operands = Operands(*operands)
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
-    packing, window, score_params, dropout, shapes = common_arguments(problem, operands, config.tile_m)
+    packing, window, score_params, dropout, shapes = common_arguments(problem, operands, config.narrow)
     arguments = (
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,
         score_params, operands.sinks, dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
