@@ -696,6 +696,28 @@ def test_what_is_tuned_computes_the_same(monkeypatch):
         assert names == kernels
 
 
+def test_as_much_is_cache_as_leaves_an_older_gpus_shared_memory(monkeypatch):
+    """Of a Hopper with 228 KiB a multiprocessor, where sizes of shared memory are steps: the one asked for is a little less."""
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    from flashtile import hardware
+    from flashtile.bench import tune
+    from flashtile.device import launcher
+
+    monkeypatch.setattr(hardware, "detect", lambda: hardware.by_name("H200"))
+    asked, hooks = [], knobs.runtime.kernel_load_end_hook
+    monkeypatch.setattr(launcher, "prefer_shared_memory", lambda function, percent: asked.append((function, percent)))
+    before = list(hooks.calls)
+    for name, kib in (("A100", 164), ("RTX 4090", 100)):
+        with tune.instructions_of(hardware.by_name(name)):
+            hooks(None, 7, "a kernel", None, "")
+        function, percent = asked.pop()
+        smaller = {164: 132, 100: 64}[kib]
+        assert function == 7 and smaller < 228 * percent / 100 <= kib
+    assert hooks.calls == before
+
+
 def test_tiles_of_a_newer_gpu_are_not_timed_on_an_older_one(monkeypatch):
     from flashtile import hardware
     from flashtile.bench import tune

@@ -72,6 +72,9 @@ def test_all_features_at_once_compile(arch):
     rows = _compile("features", arch)
     assert {row["kernel"] for row in rows} == {"forward", "delta", "dkdv", "dq", "dslopes"}
     problems = [problem for row in rows for problem in _problems(row) if ": spills " not in problem]
+    # ptxas gave up: it leaves a kernel few registers and all else in memory
+    problems += [f"{row['name']}: spills {row['spill_bytes']} bytes a thread, {row['registers']} registers"
+                 for row in rows if row.get("registers", 255) < 64 and row["spill_bytes"] > 1000]  # fmt: skip
     assert not problems, "\n" + "\n".join(problems)
 
 

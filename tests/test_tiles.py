@@ -22,6 +22,7 @@ from flashtile.tiles import (
     column_boxes,
     cuts_keys,
     decode_blocks_of,
+    feasible,
     hopper_config,
     live_columns,
     on_gpu,
@@ -151,6 +152,24 @@ def test_tiles_chosen_by_mma_sync_are_not_those_of_other_tensor_cores():
 
     assert forward("B200", 100) == forward("B200", 103) == TileConfig(64, 64, 8, 2)
     assert forward("A100", 80) == forward("RTX 4090", 120) == TileConfig(64, 32, 4, 2)
+
+
+def test_tiles_of_dropout_are_smaller_where_ptxas_would_give_up():
+    def dkdv(head_dim, **options):
+        return select(PORTABLE, "dkdv", replace(problem(2048, head_dim, head_dim), **options), hardware.by_name("A100")).config
+
+    assert (dkdv(64), dkdv(64, dropout_p=0.1)) == (TileConfig(32, 128, 4, 2), TileConfig(16, 128, 4, 3))
+    assert (dkdv(128), dkdv(96, dropout_p=0.1)) == (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 3))
+
+
+@pytest.mark.parametrize(("name", "narrow"), [("A100", True), ("RTX 4090", True), ("H200", False), ("B200", False)])
+def test_operands_are_narrow_where_mma_sync_takes_all_products(name, narrow):
+    """And a stage less of the tiles that stream is in shared memory, so that one of 3 stages fits in 99 KiB."""
+    device, call = hardware.by_name(name), problem(2048, 256, 256)
+    assert on_gpu("dq", TileConfig(64, 32, 4, 2), call, device).narrow == narrow
+    assert not on_gpu("dq", TileConfig(64, 32, 4, 2), replace(call, dropout_p=0.1), device).narrow
+    assert on_gpu("forward", TileConfig(32, 64, 2, 2), call, device).narrow
+    assert feasible("dq", TileConfig(32, 32, 4, 3), call, replace(device, smem_bytes=99 << 10)) == narrow
 
 
 def test_the_last_heads_of_many_causal_tiles_end_a_portable_call():
