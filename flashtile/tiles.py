@@ -116,6 +116,32 @@ def _rows(device, source, entries):
                  for kernel, head_dim, itemsize, config, *limits in entries)  # fmt: skip
 
 
+# Where mma.sync takes all products: tiles with 164 KiB of shared memory a multiprocessor, and with 100. 8 warps do a product
+# twice whose result has 64 rows and no more columns: each has 16 rows of its own. With dropout larger tiles of dkdv spill 460
+# to 3500 bytes, and of dq at 192 4304 with Triton 3.8
+_DROPOUT = None, None, True
+_BY_MMA_SYNC = (
+    ("forward", 64, (128, 64, 4, 3), (128, 64, 4, 3)),
+    ("forward", 128, (128, 32, 4, 2), (128, 32, 4, 2)),
+    ("forward", 192, (64, 64, 4, 2), (64, 32, 4, 2)),
+    ("forward", 256, (64, 32, 4, 2), (64, 32, 4, 2)),
+    ("dkdv", 64, (16, 128, 4, 3), (16, 128, 4, 3), *_DROPOUT),
+    ("dkdv", 64, (32, 128, 4, 2), (32, 128, 4, 2)),
+    ("dkdv", 128, (32, 64, 4, 3), (32, 64, 4, 3), *_DROPOUT),
+    # With 100 KiB (32, 128, 8, 2) is 11% faster, but from Triton 3.7 on spills 3496 bytes
+    ("dkdv", 128, (64, 64, 4, 2), (32, 64, 4, 3)),
+    ("dkdv", 160, (64, 32, 4, 2), (64, 32, 4, 2), *_DROPOUT),
+    ("dkdv", 160, (32, 64, 4, 2), (32, 64, 4, 2)),
+    ("dkdv", 192, (64, 32, 4, 2), (64, 32, 4, 2)),
+    ("dkdv", 256, (32, 32, 4, 2), (32, 32, 4, 3)),
+    ("dq", 32, (64, 64, 4, 3), (64, 64, 4, 3)),
+    ("dq", 64, (128, 64, 4, 2), (128, 64, 4, 2)),
+    ("dq", 96, (128, 32, 4, 3), (128, 32, 4, 3)),
+    ("dq", 128, (128, 32, 4, 2), (128, 32, 4, 2)),
+    ("dq", 192, (64, 16, 4, 2), (64, 16, 4, 2), *_DROPOUT),
+    ("dq", 192, (64, 32, 4, 2), (64, 32, 4, 2)),
+    ("dq", 256, (32, 32, 4, 2), (32, 32, 4, 3)),
+)
 # The first row that matches and fits is taken; those of the device's name come first, then its arch, then any.
 PORTABLE = (
     *_rows(
@@ -162,62 +188,26 @@ PORTABLE = (
             ("dq", 256, 2, (64, 32, 8, 2)),
         ],
     ),
-    # With dropout larger tiles of dkdv spill 460 to 3500 bytes, and of dq at 192 4304 with Triton 3.8
-    # By mma.sync 8 warps do a product twice whose result has 64 rows and no more columns: each has 16 rows of its own
     *_rows(
         "sm_80",
         "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions and room for blocks, on an H200",
-        [
-            ("forward", 64, 2, (128, 64, 4, 3)),
-            ("forward", 128, 2, (128, 32, 4, 2)),
-            ("forward", 192, 2, (64, 64, 4, 2)),
-            ("forward", 256, 2, (64, 32, 4, 2)),
-            ("dkdv", 64, 2, (16, 128, 4, 3), None, None, True),
-            ("dkdv", 64, 2, (32, 128, 4, 2)),
-            ("dkdv", 128, 2, (32, 64, 4, 3), None, None, True),
-            ("dkdv", 128, 2, (64, 64, 4, 2)),
-            ("dkdv", 160, 2, (64, 32, 4, 2), None, None, True),
-            ("dkdv", 160, 2, (32, 64, 4, 2)),
-            ("dkdv", 192, 2, (64, 32, 4, 2)),
-            ("dkdv", 256, 2, (32, 32, 4, 2)),
-            ("dq", 32, 2, (64, 64, 4, 3)),
-            ("dq", 64, 2, (128, 64, 4, 2)),
-            ("dq", 96, 2, (128, 32, 4, 3)),
-            ("dq", 128, 2, (128, 32, 4, 2)),
-            ("dq", 192, 2, (64, 16, 4, 2), None, None, True),
-            ("dq", 192, 2, (64, 32, 4, 2)),
-            ("dq", 256, 2, (32, 32, 4, 2)),
-        ],
+        [(kernel, head_dim, 2, config, *limits) for kernel, head_dim, config, _, *limits in _BY_MMA_SYNC],
     ),
     *_rows(
         "",
-        "benchmarks/results/nvidia-h200/tiles-4090.json; an RTX 4090's instructions and room for blocks, on an H200; those of "
-        "32 bits arithmetic: tiles of all stages in 99 KiB of shared memory",
+        "benchmarks/results/nvidia-h200/tiles-4090.json; an RTX 4090's instructions and room for blocks, on an H200",
+        [(kernel, head_dim, 2, config, *limits) for kernel, head_dim, _, config, *limits in _BY_MMA_SYNC],
+    ),
+    *_rows(
+        "",
+        "arithmetic: tiles of all stages in 99 KiB of shared memory; not measured",
         [
-            ("forward", 64, 2, (128, 64, 4, 3)),
-            ("forward", 128, 2, (128, 32, 4, 2)),
-            ("forward", 256, 2, (64, 32, 4, 2)),
             ("forward", 64, 4, (32, 32, 4, 2)),
             ("forward", 128, 4, (16, 32, 8, 2)),
             ("forward", 256, 4, (32, 16, 8, 2)),
-            ("dkdv", 64, 2, (16, 128, 4, 3), None, None, True),
-            ("dkdv", 64, 2, (32, 128, 4, 2)),
-            # (32, 128, 8, 2) is 11% faster, but from Triton 3.7 on spills 3496 bytes
-            ("dkdv", 128, 2, (32, 64, 4, 3)),
-            ("dkdv", 160, 2, (64, 32, 4, 2), None, None, True),
-            ("dkdv", 160, 2, (32, 64, 4, 2)),
-            ("dkdv", 192, 2, (64, 32, 4, 2)),
-            ("dkdv", 256, 2, (32, 32, 4, 3)),
             ("dkdv", 64, 4, (32, 32, 4, 2)),
             ("dkdv", 128, 4, (16, 32, 8, 2)),
             ("dkdv", 256, 4, (16, 16, 8, 2)),
-            ("dq", 32, 2, (64, 64, 4, 3)),
-            ("dq", 64, 2, (128, 64, 4, 2)),
-            ("dq", 96, 2, (128, 32, 4, 3)),
-            ("dq", 128, 2, (128, 32, 4, 2)),
-            ("dq", 192, 2, (64, 16, 4, 2), None, None, True),
-            ("dq", 192, 2, (64, 32, 4, 2)),
-            ("dq", 256, 2, (32, 32, 4, 3)),
             ("dq", 64, 4, (32, 32, 4, 2)),
             ("dq", 128, 4, (32, 16, 4, 2)),
             ("dq", 256, 4, (16, 16, 8, 1)),
@@ -255,10 +245,10 @@ def live_columns(head_dim: int, block: int) -> int:
 def blocks_of(head_dim: int, itemsize: int, narrow: bool) -> tuple[int, int]:
     """Columns of a tile's block of columns, and of a second one behind it or 0: of what is past them nothing takes part.
 
-    itemsize, narrow: as in `padded_dim`.
+    itemsize, narrow: as in `padded_dim`; two blocks of 4 bytes, the second with 32 columns, were not tried.
     """
     block = padded_dim(head_dim, itemsize, narrow)
-    live = live_columns(head_dim, block)
+    live, narrow = live_columns(head_dim, block), narrow and itemsize == 2
     if live == block or block < (128 if narrow else 256):
         return block, 0
     # Of 16, a thread would load 8 bytes
@@ -281,7 +271,7 @@ def box_columns(live: int, block: int) -> int:
 
 
 def by_mma_sync(device) -> bool:
-    """Whether mma.sync takes a device's products: before Hopper's wgmma, and on the consumer GPUs after it."""
+    """Whether mma.sync takes a device's products: before Hopper's wgmma, and on the consumer GPUs after it; or no GPU does."""
     return not 90 <= device.sm < 120
 
 

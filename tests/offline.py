@@ -184,7 +184,7 @@ def compile_sample(arch):
 
 def dead_rows():
     """Rows that no device and no problem reaches: nothing above sees them."""
-    chosen = {row for arch in (80, 90, 100) for row, *_ in chosen_rows(arch)}
+    chosen = {row for arch in (80, 90, 100) for features in (False, True) for row, *_ in chosen_rows(arch, features)}
     return [str(row) for row in tiles.PORTABLE if row not in chosen]
 
 

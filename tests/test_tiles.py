@@ -58,6 +58,7 @@ def test_two_blocks_of_columns_hold_the_head_dim_with_fewer_zeros(head_dim, narr
         # powers of two, and wide enough for a product by wgmma
         assert block & (block - 1) == rest & (rest - 1) == 0 and rest >= (32 if narrow else 64)
     assert (rest > 0) == (128 < head_dim <= 192 or narrow and 64 < head_dim <= 96)
+    assert blocks_of(head_dim, 4, narrow) == blocks_of(head_dim, 4, False)
     # Over a cache
     rows = 16 if narrow else 64
     assert decode_blocks_of(head_dim, rows) == (
