@@ -312,6 +312,27 @@ def test_varlen_over_pages():
         flashtile.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 12, 9, 0.1, block_table=table)
 
 
+def test_a_backward_pass_over_pages_is_refused():
+    """The forward is not, for models whose parameters require gradients run without no_grad too."""
+    q, k, v, cu_q, cu_k = packed(dim=16)
+    lengths = cu_k.diff().tolist()
+    (k_pages, table), (v_pages, _) = pages_of(k, lengths), pages_of(v, lengths)
+    expected = flashtile.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 12, 9)
+
+    def call(requires_grad):
+        return flashtile.flash_attn_varlen_func(q.detach().requires_grad_(requires_grad), k_pages, v_pages, cu_q, cu_k, 12, 9,
+                                                return_attn_probs=True, block_table=table)  # fmt: skip
+
+    out, lse, _ = call(True)
+    torch.testing.assert_close(out.detach(), expected.detach())
+    for result in (out, lse):
+        with pytest.raises(UnsupportedError, match="block_table: expected no gradient asked for beside it"):
+            result.sum().backward()
+    with torch.no_grad():
+        assert not call(True)[0].requires_grad
+    assert not call(False)[0].requires_grad
+
+
 KVCACHE = (
     "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
     "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile.checks import check_device, check_is_tensor, is_int, shape_of
-from flashtile.errors import DtypeError, ShapeError, explain
+from flashtile.errors import DtypeError, ShapeError, UnsupportedError, explain
 from flashtile.problem import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, WIDER_HEADS, lse_dtype
 
 # What stands before the parts of a packed tensor of so many dims
@@ -107,6 +107,23 @@ def default_scale(head_dim):
 def detached(x):
     """x without a gradient; what is no tensor stays."""
     return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, why, *inputs):
+        ctx.why = why
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise UnsupportedError(ctx.why)
+
+
+def refusing_gradients(out, why, *inputs):
+    """out of inputs that may require gradients: a backward pass from it raises an UnsupportedError."""
+    wanted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    return _Refused.apply(out, why, *inputs) if wanted else out
 
 
 def check_packed(name, x, rank):

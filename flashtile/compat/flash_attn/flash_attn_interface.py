@@ -47,6 +47,7 @@ from flashtile.compat.arguments import (
     needs_padding,
     padded,
     padded_rows,
+    refusing_gradients,
     renamed,
     softcap_of,
     splits_of,
@@ -126,13 +127,14 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             same for k and v.
         max_seqlen_q: the longest query sequence, an int, or a tensor at the price of a wait; max_seqlen_k: the same for keys.
         block_table: (batch, pages of a sequence), int32: k and v are pages (num_pages, page_size, num_heads_kv, head_dim), and
-            cu_seqlens_k gives the lengths alone. No gradients, no dropout.
+            cu_seqlens_k gives the lengths alone. No dropout, and no gradients: a backward pass raises.
         The rest as in `flash_attn_func`.
     Returns:
         out (total_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse, S_dmask), lse (num_heads, total_q),
         fp32. Rows that belong to no sequence have out 0 and lse +inf (flash_attn leaves them uninitialised).
     Raises:
-        As `flashtile.attention_varlen`, with block_table as `flashtile.attention_with_kvcache`.
+        As `flashtile.attention_varlen`; with block_table as `flashtile.attention_with_kvcache`, but that a tensor may require
+        a gradient: its backward pass raises UnsupportedError.
     """
     max_seqlen_q, max_seqlen_k = as_int(max_seqlen_q), as_int(max_seqlen_k)
     if block_table is not None:
@@ -140,6 +142,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             *_sides(window_size), softcap, alibi_slopes, block_table=block_table,
         )  # fmt: skip
+        why = explain("block_table", "no gradient asked for beside it", "a backward pass",
+                      "Give k and v as packed rows, without pages.")  # fmt: skip
+        out, lse = (refusing_gradients(x, why, q, k, v, alibi_slopes) for x in (out, lse))
         return (out, lse, empty) if return_attn_probs else out
     operands = Operands(*padded_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes=detached(alibi_slopes))
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
