@@ -1,6 +1,7 @@
 """What all tests share: Triton's interpreter where there is no GPU, the skip of GPU tests, and fixtures."""
 
 import os
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from hypothesis import settings
 # Triton looks when it is imported; tests that compile do so in processes of their own, without it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# What FLASHTILE_TEST_AS asks for, until the process ends
+_AS_OLDER = ExitStack()
 
 # The tensors of tests are small: threads would wait for each other more than they compute.
 torch.set_num_threads(1)
@@ -24,13 +28,12 @@ def pytest_configure():
     if name := os.environ.get("FLASHTILE_TEST_AS"):
         from dataclasses import replace
 
-        from triton import knobs
-
         from flashtile import hardware
+        from flashtile.bench import tune
 
         here, older = hardware.detect(), hardware.by_name(name)
         assert older.sm < here.sm, f"FLASHTILE_TEST_AS: expected a GPU older than {here.arch}, got {name}, {older.arch}"
-        knobs.runtime.override_arch = f"sm{older.sm}"
+        _AS_OLDER.enter_context(tune.instructions_of(older))
         hardware._detect_gpu = lambda index: replace(older, num_sms=here.num_sms)
 
 

@@ -134,10 +134,11 @@ def instructions_of(device):
 
     from flashtile.device import launcher
 
+    # The hardware has some sizes, and takes the next one up
+    percent = int(100 * (device.smem_bytes + 1024) / (hardware.detect().smem_bytes + 1024))
+
     def loaded(module, function, *rest):
-        # The hardware has some sizes, and takes the next one up
-        part = (device.smem_bytes + 1024) / (hardware.detect().smem_bytes + 1024)
-        launcher.prefer_shared_memory(function, int(100 * part))
+        launcher.prefer_shared_memory(function, percent)
 
     with knobs.runtime.scope():
         knobs.runtime.override_arch = f"sm{device.sm}"

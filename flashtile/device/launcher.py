@@ -109,7 +109,7 @@ def _cuda():
 
 def prefer_shared_memory(function, percent):
     """Ask for that part of a multiprocessor's memory as shared memory where a block fits, the rest as cache."""
-    _cuda().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_SHARED_MEMORY_CARVEOUT, int(percent))
+    _cuda().cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_SHARED_MEMORY_CARVEOUT, percent)
 
 
 def ensure_context():
