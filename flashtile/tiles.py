@@ -160,7 +160,7 @@ PORTABLE = (
             ("dkdv", 64, 2, (64, 64, 4, 3)),
             # (32, 128, 8, 3) spills nothing; 6 to 10% slower at 512 tokens, 1 to 5% faster at 16k
             ("dkdv", 128, 2, (32, 64, 4, 3)),
-            # Spills 176 to 392 bytes; 18% faster than (32, 64, 8, 3), causal 4% than (32, 32, 4, 3)
+            # Spills 176 to 552 bytes; 18% faster than (32, 64, 8, 3), causal 4% than (32, 32, 4, 3)
             ("dkdv", 192, 2, (64, 64, 8, 2)),
             ("dkdv", 256, 2, (32, 32, 4, 3), True),
             # (32, 32, 4, 3) hardly spills; without a mask it is 1% slower at 512 tokens, 13% at 16k
