@@ -70,6 +70,8 @@ PACKED_NAMES = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max
                 "max_seqlen_k": "max_seqlen"}  # fmt: skip
 # Rows and columns of S_dmask are padded to a multiple of this, and so many columns share a running maximum.
 PROBS_BLOCK = 128
+_NO_GRADIENTS_OVER_PAGES = explain("block_table", "no gradient asked for beside it", "a backward pass",
+                                   "Give k and v as packed rows, without pages.")  # fmt: skip
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -142,9 +144,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
             *_sides(window_size), softcap, alibi_slopes, block_table=block_table,
         )  # fmt: skip
-        why = explain("block_table", "no gradient asked for beside it", "a backward pass",
-                      "Give k and v as packed rows, without pages.")  # fmt: skip
-        out, lse = (refusing_gradients(x, why, q, k, v, alibi_slopes) for x in (out, lse))
+        out, lse = (refusing_gradients(x, _NO_GRADIENTS_OVER_PAGES, q, k, v, alibi_slopes) for x in (out, lse))
         return (out, lse, empty) if return_attn_probs else out
     operands = Operands(*padded_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes=detached(alibi_slopes))
     options = _options(q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
