@@ -258,9 +258,9 @@ def blocks_of(head_dim: int, itemsize: int, narrow: bool) -> tuple[int, int]:
     return block // 2, max(32 if narrow else 64, live - block // 2)
 
 
-def decode_blocks_of(head_dim: int, rows: int) -> tuple[int, int]:
-    """The same of a tile over a cache, of so many rows. Here two blocks are slower where 96 columns of 128 live."""
-    if head_dim <= 64 or 80 < head_dim <= 96:
+def decode_blocks_of(head_dim: int, rows: int, heads: int = 1) -> tuple[int, int]:
+    """The same of a tile over a cache, of so many rows. Of one head two blocks are slower where 96 columns of 128 live."""
+    if head_dim <= 64 or 80 < head_dim <= 96 and heads == 1:
         return padded_dim(head_dim, 2), 0
     return blocks_of(head_dim, 2, narrow=rows < ROWS_OF_WGMMA)
 
@@ -685,7 +685,8 @@ def _resident_tiles(problem, programs_per_sm, num_sms) -> int:
 class DecodeConfig:
     """tile_m rows (queries of all heads of a group) by tile_n keys; programs_per_sm: how many run side by side. whole: no row
     tile is split. one_loop: over the key tiles of all row tiles of a program, else each of these has a loop. keeps_q: that one
-    loop keeps the queries of each row tile, and loads none with other key tiles."""
+    loop keeps the queries of each row tile, and loads none with other key tiles. heads: of keys that a program has at once,
+    tile_n keys of each, for warps of its own; then each row tile has a loop."""
 
     tile_m: int
     tile_n: int
@@ -695,6 +696,7 @@ class DecodeConfig:
     whole: bool = False
     one_loop: bool = True
     keeps_q: bool = False
+    heads: int = 1
 
 
 class DecodeRow(NamedTuple):
@@ -736,6 +738,18 @@ def _narrower(problem, num_sms) -> bool:
     """Faster with a loop for each row tile where the mean length is about a quarter of the longest or more, see
     docs/kernels/decode.md."""
     return max(problem.head_dim, problem.head_dim_v) <= 80
+
+
+def _many_heads(problem, num_sms) -> bool:
+    """Whether several heads for the warps of a program are faster than one for all, whatever the lengths are.
+
+    Not with 64 or 128 columns, where one head is as fast; nor with fewer heads of keys, where ragged lengths make it slower,
+    see docs/kernels/decode.md. fp8 was not tried.
+    """
+    dim, num_heads = max(problem.head_dim, problem.head_dim_v), problem.num_heads_kv
+    least = 32 if dim > 80 and dim % 16 == 0 else 16
+    return (problem.cache_dtype.itemsize == 2 and num_heads % 4 == 0 and num_heads >= least
+            and dim <= 160 and dim not in (64, 128))  # fmt: skip
 
 
 def _below_256(problem, num_sms) -> bool:
@@ -784,6 +798,8 @@ DECODE = (
     DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_SINGLE, when=_many_heads),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_SINGLE, when=_many_heads),
     # With 4 rows as fast as shares
     DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_BOTH, pages=2),
@@ -848,7 +864,8 @@ def decode_fits(config, problem, device) -> bool:
     """Whether the tiles of a CacheProblem fit in a block's shared memory."""
     itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
     blocks = (padded_dim(dim, 2) for dim in (problem.head_dim, problem.head_dim_v))
-    return shared_bytes("forward", config, *blocks, itemsize) <= device.smem_bytes
+    tile = replace(config, tile_n=config.heads * config.tile_n)
+    return shared_bytes("forward", tile, *blocks, itemsize) <= device.smem_bytes
 
 
 def decode_config(problem, device) -> DecodeConfig | None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,6 +79,45 @@ def test_the_last_to_end_merges(name, chunk, monkeypatch):
     with poisoned_memory():
         check_cache(BY_NAME[name], torch.float16)
     assert plans[-1].chunk > 0 and given and not any(x.any() for x in given)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("name", [
+    "several_queries", "window_both_sides", "softcap_alibi", "alibi_batch_sinks", "sinks_split", "splits_3", "page_1",
+    "page_4", "page_96_leftpad", "alike_paged", "packed_append_differs", "dim_72_append", "dim_136_paged",
+])  # fmt: skip
+def test_several_heads_of_a_program(name, heads, monkeypatch):
+    """Each with keys, maxima and sums of its own; cut in parts, they are merged by the kernel itself and by one after it."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    case, configs = BY_NAME[name], []
+    case = replace(case, heads=2 * case.heads, heads_kv=2 * case.heads_kv)
+    call = decode.Call
+
+    def with_heads(problem, config, *rest):
+        configs.append(tiles.DecodeConfig(16, 16, 4, 2, 2, one_loop=False, heads=heads))
+        return call(problem, configs[-1], *rest)
+
+    monkeypatch.setattr(decode, "Call", with_heads)
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(case, torch.float16 if heads == 2 else torch.float32)
+    assert configs
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_descales_are_those_of_each_head(heads):
+    from flashtile.portable import decode
+
+    q = torch.randn(2, 1, 4, 32).half()
+    caches = torch.randn(2, 2, 48, 2, 32).to(torch.float8_e4m3fn)
+    descales = {name: torch.rand(2, 2) + 0.5 for name in ("k_descale", "v_descale")}
+    operands = CacheOperands(q, *caches, cache_seqlens=_ints(40, 17), **descales)
+    problem = CacheProblem.from_tensors(operands, CacheOptions(None, True, False, None, None, None, 0.0, 1, False))
+    out, _ = decode.Call(problem, tiles.DecodeConfig(16, 16, 4, 2, 1, heads=heads), operands)(operands)
+    expected = flashtile.attention_with_kvcache(q, *caches, cache_seqlens=_ints(40, 17), **descales)
+    torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
 
 
 def _on(tier, monkeypatch, *arguments, **options):
@@ -256,6 +296,22 @@ def test_fixed_splits_have_the_tiles_of_any_batch():
     assert tile_n(8, capacity=512, page_size=16) == 64
     for page_size in (None, 16, 64):
         assert tile_n(1, num_splits=8, page_size=page_size) == tile_n(64, num_splits=8, page_size=page_size)
+
+
+def test_which_calls_have_several_heads_of_a_program():
+    def heads(dim, heads_kv=32, batch=32, device="H200", **changes):
+        dtypes = dict.fromkeys(("dtype", "cache_dtype"), torch.bfloat16)
+        problem = CacheProblem(batch=batch, seqlen_q=1, capacity=4096, num_heads=32, num_heads_kv=heads_kv, head_dim=dim,
+                               head_dim_v=dim, **(dtypes | changes))  # fmt: skip
+        config = tiles.decode_config(problem, hardware.by_name(device))
+        assert problem.num_heads_kv % config.heads == 0
+        return config.heads
+
+    assert {dim for dim in range(8, 257, 8) if heads(dim) > 1} == {*range(8, 161, 8)} - {64, 128}
+    assert heads(80, heads_kv=16) == heads(104, heads_kv=16) == heads(96, page_size=1) == 4
+    # few keys, few heads of keys, a fixed order, fp8, another GPU
+    assert heads(80, batch=1) == heads(80, heads_kv=8) == heads(96, heads_kv=16) == heads(80, num_splits=4) == 1
+    assert heads(80, cache_dtype=torch.float8_e4m3fn) == heads(80, device="A100") == 1
 
 
 def test_pages_of_tile():

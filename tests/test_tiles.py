@@ -64,6 +64,9 @@ def test_two_blocks_of_columns_hold_the_head_dim_with_fewer_zeros(head_dim, narr
     assert decode_blocks_of(head_dim, rows) == (
         (padded_dim(head_dim, 2), 0) if head_dim <= 64 or 80 < head_dim <= 96 else blocks_of(head_dim, 2, narrow)
     )
+    # of several heads
+    expected = (padded_dim(head_dim, 2), 0) if head_dim <= 64 else blocks_of(head_dim, 2, narrow=True)
+    assert decode_blocks_of(head_dim, 16, heads=4) == expected
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -77,6 +77,9 @@ DECODE_CANDIDATES = {
     192: [(32, 4, 3, 2), (64, 4, 3, 1), (64, 8, 3, 1), (32, 4, 2, 2)],
     256: [(64, 4, 3, 1), (32, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2)],
 }
+# and for several heads of a program
+HEADS_CANDIDATES = [(16, 4, 3, 2), (32, 4, 3, 2), (16, 4, 3, 1)]
+HEADS_AT_ONCE = 4
 # The tile_m of all of these: calls of more rows have other tiles
 DECODE_ROWS = 16
 # One kernel, over a cache that is full, and with lengths log-uniform up to that
@@ -110,7 +113,10 @@ def candidates(kernel, problem, device) -> list:
     if kernel in DECODE_KERNELS:
         columns = sum(tiles.decode_blocks_of(dim, DECODE_ROWS))
         kinds = {}, {"one_loop": False}, {"whole": True}
-        return [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
+        found = [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
+        if problem.num_heads_kv % HEADS_AT_ONCE == 0:
+            found += [DecodeConfig(DECODE_ROWS, *config, one_loop=False, heads=HEADS_AT_ONCE) for config in HEADS_CANDIDATES]
+        return found
     columns = sum(tiles.blocks_of(dim, problem.dtype.itemsize, tiles.is_narrow(problem, device)))
     table = (MMA_SYNC_CANDIDATES if tiles.by_mma_sync(device) else CANDIDATES)[kernel]
     return [TileConfig(*config) for config in next(table[most] for most in table if columns <= most)]
@@ -118,9 +124,11 @@ def candidates(kernel, problem, device) -> list:
 
 def describe(config) -> str:
     """Its numbers, and what sets it apart of its kind."""
-    numbers = [str(value) for value in astuple(config) if not isinstance(value, bool)]
-    words = [name for name in ("whole", "keeps_q") if getattr(config, name, False)]
-    words += [] if getattr(config, "one_loop", True) else ["a loop a row tile"]
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    heads, one_loop = values.pop("heads", 1), values.pop("one_loop", True)
+    numbers = [str(value) for value in values.values() if not isinstance(value, bool)]
+    words = [name for name, value in values.items() if value is True]
+    words += [f"{heads} heads"] if heads > 1 else [] if one_loop else ["a loop a row tile"]
     return " ".join([f"({', '.join(numbers)})", *words])
 
 

@@ -33,8 +33,12 @@ def store(ptr, blocks, row_begin, length, row_stride, TILE: tl.constexpr, DIM: t
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, dtype: tl.constexpr):
-    if REST == 0:
+def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, dtype: tl.constexpr, HEADS: tl.constexpr = 1):
+    """Of one head, or of HEADS side by side."""
+    if HEADS > 1:
+        tile = tl.zeros((HEADS, ROWS, BLOCK), dtype)
+        return (tile,) if REST == 0 else (tile, tl.zeros((HEADS, ROWS, REST), dtype))
+    elif REST == 0:
         return (tl.zeros((ROWS, BLOCK), dtype),)
     else:
         return tl.zeros((ROWS, BLOCK), dtype), tl.zeros((ROWS, REST), dtype)
@@ -60,10 +64,10 @@ def chosen(condition, blocks, others):
 
 @triton.jit
 def dot_rows(a, b, dtype: tl.constexpr):
-    """a bᵀ in fp32, of operands in dtype."""
-    product = dot(a[0].to(dtype), b[0].to(dtype).T)
+    """a bᵀ in fp32, of operands in dtype; of several heads side by side one product each."""
+    product = dot(a[0].to(dtype), tl.trans(b[0].to(dtype)))
     for i in tl.static_range(1, len(a)):
-        product = dot(a[i].to(dtype), b[i].to(dtype).T, product)
+        product = dot(a[i].to(dtype), tl.trans(b[i].to(dtype)), product)
     return product
 
 

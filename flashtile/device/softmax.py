@@ -38,15 +38,16 @@ def _reference(row_max, MASKED: tl.constexpr):
 
 @triton.jit
 def update(state, logits, scale_log2, MASKED: tl.constexpr):
-    """Absorb one (TILE_M, TILE_N) tile; return the new state, p, and the correction of acc.
+    """Absorb one (TILE_M, TILE_N) tile, or several side by side; return the new state, p, and the correction of acc.
 
     Hidden logits are -inf. Without MASKED no logit is, and the guard against rows without a key is saved.
     """
-    row_max = tl.maximum(state.row_max, tl.max(logits, 1) * scale_log2)
+    KEYS: tl.constexpr = len(logits.shape) - 1
+    row_max = tl.maximum(state.row_max, tl.max(logits, KEYS) * scale_log2)
     reference = _reference(row_max, MASKED)
     correction = tl.exp2(state.row_max - reference)
-    p = tl.exp2(logits * scale_log2 - reference[:, None])
-    return OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(p, 1)), p, correction
+    p = tl.exp2(logits * scale_log2 - tl.expand_dims(reference, KEYS))
+    return OnlineSoftmax(row_max, state.row_sum * correction + tl.sum(p, KEYS)), p, correction
 
 
 @triton.jit

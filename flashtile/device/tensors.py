@@ -82,6 +82,15 @@ def head_ptr(x, batch, start, head):
 
 
 @triton.jit
+def inner(x):
+    """x with a last dim of 1 for what a row holds; a number, which broadcasts to all, as it is."""
+    if len(x.shape) == 0:
+        return x
+    else:
+        return tl.expand_dims(x, len(x.shape))
+
+
+@triton.jit
 def tile_offsets(rows, row_stride, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, WIDE: tl.constexpr):
     """Offsets of (rows, BLOCK_DIM); WIDE where a row stride of 2**22 and more could overflow int32 inside a tile."""
     if WIDE:

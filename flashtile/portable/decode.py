@@ -19,6 +19,9 @@ A row tile reads q once, most small ones with each key tile, and its keys and va
 cache; of one page or of up to four whole ones, whose numbers are read a step ahead, one each; else slot by slot through the
 block table.
 
+Where tiles are small beside what a step costs all threads, a program has HEADS heads at once, which then count as one head
+everywhere: tiles are (HEADS, ...), and each warp has a head of its own, whose maxima, sums and weights no other warp waits for.
+
 What it reaches is recorded (decode.json): with 0.5 GB of keys and values of head dim 128 and more, on an H200 0.93 of the rate
 of a copy and better. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two 5.1. Everything
 that was tried, with its figures: docs/kernels/decode.md.
@@ -40,7 +43,7 @@ from flashtile.device.masks import Window
 from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.device.tensors import aligned, head_ptr, per_head_of, per_head_ptr, rows_of, tile_offsets
+from flashtile.device.tensors import aligned, head_ptr, inner, per_head_of, per_head_ptr, rows_of, tile_offsets
 from flashtile.kvcache_problem import CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
@@ -80,7 +83,10 @@ class Descales(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Key tiles [begin, end) of row tile `m_tile` of one key-value head; counted from the first that the sequence sees."""
+    """Key tiles [begin, end) of row tile `m_tile` of one key-value head; counted from the first that the sequence sees.
+
+    Where a program has several heads, which count as one, `head` is (HEADS, 1) of them once they are told apart, see `_heads`.
+    """
 
     batch: Any
     head: Any
@@ -161,11 +167,20 @@ def _row_tile(number, window, num_tiles, num_heads_kv):
 
 
 @triton.jit
+def _heads(head, HEADS: tl.constexpr):
+    """The key-value heads of a program, (HEADS, 1), where they count as one; of one the number itself."""
+    if HEADS == 1:
+        return head
+    else:
+        return head * HEADS + tl.arange(0, HEADS)[:, None]
+
+
+@triton.jit
 def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
                TILE_N: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, COL: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
-    """(TILE_N, BLOCK_DIM) of k or v from key col_begin and column COL on, zeros past the sequence and DIM columns. page:
-    `_pages_of_tile`.
+    """(TILE_N, BLOCK_DIM) of k or v from key col_begin and column COL on, zeros past the sequence and DIM columns; of each
+    head. page: `_pages_of_tile`.
 
     left: of the window, for v, or None. A server frees pages before it: they may hold nan, which weights of 0 do not hide.
     """
@@ -176,7 +191,7 @@ def _load_keys(x, row, page, head, col_begin, lengths, left, PAGE_SIZE: tl.const
         mask = mask & (cols >= lengths.seqlen_k - lengths.seqlen_q - left)[:, None]
     if DIM != BLOCK_DIM:
         mask = mask & (tl.arange(0, BLOCK_DIM) < DIM)[None, :]
-    ptr = x.ptr + head.to(tl.int64) * x.head_stride + COL
+    ptr = x.ptr + inner(head).to(tl.int64) * x.head_stride + COL
     if PAGE_SIZE == 0:
         ptr += row.to(tl.int64) * x.batch_stride + (lengths.start_k + col_begin).to(tl.int64) * x.row_stride
         ptrs = ptr + tile_offsets(in_tile, x.row_stride, DIM, BLOCK_DIM, WIDE)
@@ -228,7 +243,7 @@ def _pages_of_tile(layout, batch, n_tile, end, lengths, PAGE_SIZE: tl.constexpr,
 
 @triton.jit
 def _row_ptrs(x, part, lengths, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
-    """(TILE_M,) pointers to the rows of a row tile in q, out or lse."""
+    """(TILE_M,) pointers to the rows of a row tile in q, out or lse; of each head."""
     rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
     start = (lengths.start_q + rows // GROUP_SIZE).to(tl.int64)
     return head_ptr(x, part.batch, start, part.head * GROUP_SIZE + rows % GROUP_SIZE)
@@ -240,13 +255,13 @@ def _load_queries(q, part, lengths, wanted, GROUP_SIZE: tl.constexpr, TILE_M: tl
     """(TILE_M, BLOCK_D), and (TILE_M, REST_D) of the columns behind if there are; zeros past the sequence, and where none are
     wanted."""
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
-    ptrs = _row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M)[:, None]
+    ptrs = inner(_row_ptrs(q, part, lengths, GROUP_SIZE, TILE_M))
     dims = tl.arange(0, BLOCK_D)
     row_mask = (wanted & (tokens < lengths.seqlen_q))[:, None]
-    tiles = (tl.load(ptrs + dims[None, :], mask=row_mask & (dims < HEAD_DIM)[None, :], other=0.0),)
+    tiles = (tl.load(ptrs + dims, mask=row_mask & (dims < HEAD_DIM)[None, :], other=0.0),)
     if REST_D > 0:
         rest = BLOCK_D + tl.arange(0, REST_D)
-        tiles = tiles + (tl.load(ptrs + rest[None, :], mask=row_mask & (rest < HEAD_DIM)[None, :], other=0.0),)
+        tiles = tiles + (tl.load(ptrs + rest, mask=row_mask & (rest < HEAD_DIM)[None, :], other=0.0),)
     return tiles
 
 
@@ -255,20 +270,20 @@ def _load_scale(part, score_params, descales):
     """The scale of a head, with that of its fp8 values."""
     scale = score_params.scale
     if descales.q.ptr is not None:
-        scale = scale * tl.load(per_head_ptr(descales.q, part.batch, part.head))
+        scale = scale * inner(tl.load(per_head_ptr(descales.q, part.batch, part.head)))
     if descales.k.ptr is not None:
-        scale = scale * tl.load(per_head_ptr(descales.k, part.batch, part.head))
+        scale = scale * inner(tl.load(per_head_ptr(descales.k, part.batch, part.head)))
     return scale
 
 
 @triton.jit
 def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
-    """Of the rows of a row tile, (TILE_M, 1)."""
+    """Of the rows of a row tile, (TILE_M, 1); of each head."""
     if score_params.alibi_slopes is None:
         return 0.0
     else:
         heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + tl.arange(0, TILE_M)) % GROUP_SIZE
-        return scores.load_slope(score_params, part.batch, heads)[:, None]
+        return inner(scores.load_slope(score_params, part.batch, heads))
 
 
 @triton.jit
@@ -286,12 +301,13 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
     logits = scores.logits(logits, rows, tl.arange(0, TILE_N)[None, :], diagonal, slopes, score_params)
     logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
-    return state, blocks.dot_add(p, v_blocks, blocks.scaled(acc, correction[:, None]), dtype)
+    return state, blocks.dot_add(p, v_blocks, blocks.scaled(acc, inner(correction)), dtype)
 
 
 @triton.jit
 def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales,
-                GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+                GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+                HEADS: tl.constexpr):  # fmt: skip
     """acc to out and lse if the part is the whole row tile, else to a slot of the partial results."""
     rows = part.m_tile * TILE_M + tl.arange(0, TILE_M)
     row_mask = rows // GROUP_SIZE < lengths.seqlen_q
@@ -299,50 +315,56 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         # The sink is one logit more of the first part
         sink = tl.load(sinks + part.head * GROUP_SIZE + rows % GROUP_SIZE).to(tl.float32)
         state, correction = softmax.absorb_sink(state, tl.where(part.begin == 0, sink, NEG_INF))
-        acc = blocks.scaled(acc, correction[:, None])
+        acc = blocks.scaled(acc, inner(correction))
     inverse, row_lse = softmax.finish(state)
     if descales.v.ptr is not None:
         inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
-    acc = blocks.scaled(acc, inverse[:, None])
+    acc = blocks.scaled(acc, inner(inverse))
     if whole:
-        out_ptrs = _row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M)
+        out_ptrs = inner(_row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M))
         for i in tl.static_range(len(acc)):
-            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[1])
+            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[-1])
             mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
-            tl.store(out_ptrs[:, None] + dims[None, :], acc[i].to(out.ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptrs + dims, acc[i].to(out.ptr.dtype.element_ty), mask=mask)
         if lse is not None:
             tl.store(_row_ptrs(lse, part, lengths, GROUP_SIZE, TILE_M), row_lse, mask=row_mask)
     else:
-        places = slot.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-        copies = row_lse[:, None] + tl.zeros((1, LSE_COPIES), tl.float32)
-        lse_ptrs = partial.lse + places[:, None] * LSE_COPIES + tl.arange(0, LSE_COPIES)[None, :]
+        places = _heads(slot.to(tl.int64), HEADS) * TILE_M + tl.arange(0, TILE_M)
+        copies = inner(row_lse) + tl.zeros((1, LSE_COPIES), tl.float32)
+        lse_ptrs = partial.lse + inner(places) * LSE_COPIES + tl.arange(0, LSE_COPIES)
         tl.store(lse_ptrs, copies, mask=row_mask[:, None])
         for i in tl.static_range(len(acc)):
-            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[1])
+            dims = i * BLOCK_DV + tl.arange(0, acc[i].shape[-1])
             mask = row_mask[:, None] & (dims < HEAD_DIM_V)[None, :]
-            tl.store(partial.out + places[:, None] * HEAD_DIM_V + dims[None, :], acc[i], mask=mask)
+            tl.store(partial.out + inner(places) * HEAD_DIM_V + dims, acc[i], mask=mask)
 
 
 @triton.jit
 def _merge(part, first, rest, step, num_parts, rows, exists, column, lengths, out, lse, partial, DEPENDENT: tl.constexpr,
            GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
-           CHUNK: tl.constexpr):  # fmt: skip
+           CHUNK: tl.constexpr, HEADS: tl.constexpr, LIVE: tl.constexpr):  # fmt: skip
     """COLUMNS columns from `column` on of some rows of a row tile, if it exists, from num_parts partial results.
 
-    first, rest, step: as for `merge_rows`.
-
-    DEPENDENT: they may still be on their way, of the kernel before.
+    rows: counted through the HEADS heads, LIVE of each. first, rest, step: as for `merge_rows`. DEPENDENT: they may still be on
+    their way, of the kernel before.
     """
+    head = part.head
+    # of a slot
+    places = rows
+    if HEADS > 1:
+        head = part.head * HEADS + rows // LIVE
+        places = rows // LIVE * TILE_M + rows % LIVE
+        rows = rows % LIVE
     tokens = (part.m_tile * TILE_M + rows) // GROUP_SIZE
-    row_mask = exists & (rows < TILE_M) & (tokens < lengths.seqlen_q)
+    row_mask = exists & (places < HEADS * TILE_M) & (tokens < lengths.seqlen_q)
     if DEPENDENT:
         chain.wait()
     if exists:
-        ROWS: tl.constexpr = rows.shape[0]
-        merged, merged_lse = merge_rows(partial.out + rows * HEAD_DIM_V, partial.lse + rows * LSE_COPIES, TILE_M * HEAD_DIM_V,
-                                        TILE_M * LSE_COPIES, first, rest, step, num_parts, row_mask, column, ROWS, CHUNK,
+        SLOT: tl.constexpr = HEADS * TILE_M
+        merged, merged_lse = merge_rows(partial.out + places * HEAD_DIM_V, partial.lse + places * LSE_COPIES, SLOT * HEAD_DIM_V,
+                                        SLOT * LSE_COPIES, first, rest, step, num_parts, row_mask, column, rows.shape[0], CHUNK,
                                         HEAD_DIM_V, COLUMNS, 1)  # fmt: skip
-        heads = part.head * GROUP_SIZE + (part.m_tile * TILE_M + rows) % GROUP_SIZE
+        heads = head * GROUP_SIZE + (part.m_tile * TILE_M + rows) % GROUP_SIZE
         rows_q = (lengths.start_q + tokens).to(tl.int64)
         lse_ptrs = None
         if lse is not None:
@@ -353,27 +375,27 @@ def _merge(part, first, rest, step, num_parts, rows, exists, column, lengths, ou
 @triton.jit
 def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, partial, GROUP_SIZE: tl.constexpr,
             TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-            CHUNK: tl.constexpr):  # fmt: skip
+            CHUNK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """This program has stored its part of row tile `number`; whose part is the last to be there merges all, in their order."""
     # Of all threads, before one of them tells
     tl.debug_barrier()
     if tl.atomic_add(partial.counters + number, 1, sem="acq_rel") == num_parts - 1:
         tl.store(partial.counters + number, 0)
-        _merge(part, first, rest, step, num_parts, tl.arange(0, ROWS), num_parts > 0, 0, lengths, out, lse, partial, False,
-               GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK)  # fmt: skip
+        _merge(part, first, rest, step, num_parts, tl.arange(0, HEADS * ROWS), num_parts > 0, 0, lengths, out, lse, partial,
+               False, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK, HEADS, ROWS)  # fmt: skip
 
 
 @triton.jit
 def _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, num_tiles, out, lse,
                    partial, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
-                   SIDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                   SIDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """`_arrive` of a row tile that a border between shares cuts. begin: where its work begins; cut.end: of how many tiles."""
     first_share, num_parts = _shares_of(begin, cut.end, shares.share)
     rest = first_share * SIDE + side
     lengths = cache.load_cache_lengths(layout, cut.batch, cut.batch < num_sequences, seqlen_q)
     number = (cut.batch * num_heads_kv + cut.head) * num_tiles + cut.m_tile
     _arrive(number, cut, num_shares * SIDE + rest, rest, SIDE, num_parts, lengths, out, lse, partial, GROUP_SIZE, TILE_M,
-            HEAD_DIM_V, COLUMNS, ROWS, CHUNK)  # fmt: skip
+            HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
 
 
 @triton.jit
@@ -381,9 +403,10 @@ def _attend_part(
     part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q, num_sequences,
     GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    REST_D: tl.constexpr, REST_DV: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr,
+    REST_D: tl.constexpr, REST_DV: tl.constexpr, TOKENS: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One part of a row tile's keys."""
+    part = Part(part.batch, _heads(part.head, HEADS), part.m_tile, part.begin, part.end)
     lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
     first_tile, _ = _key_tiles(lengths, window, TILE_N)
     visible = masks.key_range(part.m_tile * TILE_M // GROUP_SIZE, lengths, window, TOKENS, TILE_N)
@@ -391,7 +414,7 @@ def _attend_part(
     end = tl.minimum(first_tile + part.end, visible.end)
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS
+    RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS and HEADS == 1
     if not RELOAD_Q:
         q_blocks = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
     scale = _load_scale(part, score_params, descales)
@@ -400,8 +423,9 @@ def _attend_part(
         cache_row = cache.cache_row(layout, part.batch)
     else:
         cache_row = part.batch
-    state = softmax.OnlineSoftmax(tl.full((TILE_M,), NEG_INF, tl.float32), tl.zeros((TILE_M,), tl.float32))
-    acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32)
+    nothing = tl.zeros((TILE_M,) if HEADS == 1 else (HEADS, TILE_M), tl.float32)
+    state = softmax.OnlineSoftmax(nothing + NEG_INF, nothing)
+    acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32, HEADS)
     page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, PAGES, TILE_N)
     for n_tile in tl.range(begin, end):
         # Read a step ahead: the address of the next tile is known when its load begins
@@ -418,7 +442,7 @@ def _attend_part(
                                   scale, slopes, dtype, TILE_N)  # fmt: skip
         page = next_page
     _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, GROUP_SIZE, TILE_M,
-                HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                HEAD_DIM_V, BLOCK_DV, HEADS)  # fmt: skip
 
 
 @triton.jit
@@ -467,7 +491,7 @@ def _attend_share(
         if is_last:
             slot = tl.where(part.begin > 0, share, num_shares + share) * SIDE + side
             _store_part(part, slot, is_end & (part.begin == 0), state, acc, lengths, out, lse, partial, sinks, descales,
-                        GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV)  # fmt: skip
+                        GROUP_SIZE, TILE_M, HEAD_DIM_V, BLOCK_DV, 1)  # fmt: skip
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
         acc = blocks.chosen(is_last, blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
         if is_end:
@@ -490,7 +514,7 @@ def _attend_share(
             begin = tl.where(border == 0, start - first.begin, stop - tile)
             if tl.where(border == 0, first.begin > 0, (tile > 0) & (begin >= start)):
                 _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, 1, out, lse,
-                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK)  # fmt: skip
+                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK, 1)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -500,24 +524,25 @@ def decode_attention(
     PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
-    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
     index_tensors to total_q: see `cache.CacheLayout`.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
-    ONE_LOOP: a share is one loop, and num_tiles 1. KEEPS_Q: see `tiles.DecodeConfig`. SIDE: heads side by side, which divides
-    num_heads_kv and the number of BALANCED programs. DEPENDENT: may begin before the kernel before it (`append_rows`) ends,
-    which changes no lengths. HAS_DEPENDENT: the kernel after it (`merge_parts`) may begin. ROWS: of a row tile that there are
-    at most, COLUMNS of them, and CHUNK: of its parts at once, where this kernel merges.
+    ONE_LOOP: a share is one loop, and num_tiles 1. KEEPS_Q: see `tiles.DecodeConfig`. HEADS: that a program has at once; they
+    count as one, in num_heads_kv too. SIDE: heads side by side, which divides num_heads_kv and the number of BALANCED programs.
+    DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths. HAS_DEPENDENT: the kernel
+    after it (`merge_parts`) may begin. ROWS: of a head's row tile that there are at most, COLUMNS of them, and CHUNK: of its
+    parts at once, where this kernel merges.
 
     BLOCK_D and BLOCK_DV: columns of a block; REST_D and REST_DV: of a second one behind it, or 0.
     """
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if lse is not None:
-        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
+        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * HEADS * GROUP_SIZE)
     q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
     program = tl.program_id(0)
     if HAS_DEPENDENT:
@@ -547,12 +572,12 @@ def decode_attention(
                 whole = end - rest.begin == rest.end
                 _attend_part(part, slot, whole, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales,
                              seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
-                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE)  # fmt: skip
+                             HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE, HEADS)  # fmt: skip
                 if partial.counters is not None:
                     if not whole:
                         _arrive_at_cut(rest, position - rest.begin, shares, num_shares, side, layout, seqlen_q, num_sequences,
                                        num_heads_kv, num_tiles, out, lse, partial, GROUP_SIZE, TILE_M, HEAD_DIM_V,
-                                       COLUMNS, SIDE, ROWS, CHUNK)  # fmt: skip
+                                       COLUMNS, SIDE, ROWS, CHUNK, HEADS)  # fmt: skip
                 position += end - rest.begin
     else:
         if DEPENDENT:
@@ -566,28 +591,31 @@ def decode_attention(
             part = Part(batch, head, m_tile, split * share, tl.minimum(tiles, (split + 1) * share))
             _attend_part(part, program, partial.out is None, q, k, v, out, lse, partial, layout, window, score_params, sinks,
                          descales, seqlen_q, num_sequences, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM,
-                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE)  # fmt: skip
+                         HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE, HEADS)  # fmt: skip
             if partial.counters is not None:
                 number = program // num_splits
                 _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
-                        GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK)  # fmt: skip
+                        GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
 def merge_parts(
     out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, num_sequences,
     num_heads_kv, num_tiles, num_splits, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr, SIDE: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr, HEADS: tl.constexpr,
+    LIVE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
+
+    LIVE: of a head there are at most so many.
 
     With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
     shares, for the row tile that the first of its borders cuts.
     """
     layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
     if lse is not None:
-        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * GROUP_SIZE)
+        lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * HEADS * GROUP_SIZE)
     out = aligned(out)
     program = tl.program_id(0)
     if BALANCED:
@@ -624,7 +652,7 @@ def merge_parts(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     step: tl.constexpr = SIDE if BALANCED else 1
     _merge(part, first, rest, step, parts, rows, is_mine, tl.program_id(2) * COLUMNS, lengths, out, lse, partial, DEPENDENT,
-           GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK)  # fmt: skip
+           GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, CHUNK, HEADS, LIVE)  # fmt: skip
 
 
 class Call:
@@ -647,29 +675,31 @@ class Call:
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
-        self.partial_rows = plan.slots * config.tile_m
+        self.partial_rows = plan.slots * config.heads * config.tile_m
         self.launches = Launches(self.start)
-        self.shape = (problem.seqlen_q, problem.batch, problem.num_heads_kv, plan.num_tiles, plan.num_splits)
+        num_heads_kv = problem.num_heads_kv // config.heads
+        self.shape = (problem.seqlen_q, problem.batch, num_heads_kv, plan.num_tiles, plan.num_splits)
         # See chain.py
         dependent = device.sm >= 90
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        (block_d, rest_d), (block_dv, rest_dv) = (decode_blocks_of(dim, config.tile_m)
+        (block_d, rest_d), (block_dv, rest_dv) = (decode_blocks_of(dim, config.tile_m, config.heads)
                                                   for dim in (problem.head_dim, problem.head_dim_v))  # fmt: skip
         columns = padded_dim(problem.head_dim_v, 2)
-        row_tiles = problem.batch * problem.num_heads_kv * plan.num_tiles
+        row_tiles = problem.batch * num_heads_kv * plan.num_tiles
         self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
-            "HEAD_DIM_V": problem.head_dim_v, "BALANCED": plan.balanced,
+            "HEAD_DIM_V": problem.head_dim_v, "BALANCED": plan.balanced, "HEADS": config.heads,
             "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "REST_D": rest_d,
             "BLOCK_DV": block_dv, "REST_DV": rest_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
-            "ONE_LOOP": config.one_loop and plan.num_tiles == 1 and config.tile_m == SMALL_ROWS.value,
+            "ONE_LOOP": (config.one_loop and config.heads == 1 and plan.num_tiles == 1
+                         and config.tile_m == SMALL_ROWS.value),
             "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
@@ -677,14 +707,14 @@ class Call:
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
-        rows_at_once = 1 if by_tile else min(triton.next_power_of_2(rows), MERGED_AT_ONCE)
+        rows_at_once = 1 if by_tile else min(triton.next_power_of_2(config.heads * rows), MERGED_AT_ONCE)
         if by_tile:
             # So few that all parts are there at once
             columns = min(columns, max(LEAST_COLUMNS, ELEMENTS // triton.next_power_of_2(plan.parts)))
         chunk = chunk_of(rows_at_once, columns, plan.parts)
-        self.merge_constexprs |= {"BY_TILE": by_tile, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
+        self.merge_constexprs |= {"BY_TILE": by_tile, "LIVE": rows, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
-        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(rows, rows_at_once),
+        self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(config.heads * rows, rows_at_once),
                            self.constexprs["COLUMNS"] // columns)  # fmt: skip
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages,
                         **chain.after(self.constexprs["DEPENDENT"])}  # fmt: skip
@@ -760,7 +790,8 @@ class PartsPlan(NamedTuple):
 def plan_parts(problem, config, num_sms) -> PartsPlan:
     """From shapes alone: lengths are on the device."""
     num_tiles = -(-problem.seqlen_q * problem.group_size // config.tile_m)
-    row_tiles = problem.batch * problem.num_heads_kv * num_tiles
+    num_heads_kv = problem.num_heads_kv // config.heads
+    row_tiles = problem.batch * num_heads_kv * num_tiles
     splits = problem.num_splits
     if splits:
         slots = row_tiles * splits if splits > 1 else 0
@@ -768,7 +799,7 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
     else:
         resident = num_sms * config.programs_per_sm
         side = next(n for n in range(min(MAX_SIDE, resident), 0, -1)
-                    if problem.num_heads_kv % n == 0 and resident // n * n >= LEAST_RESIDENT * resident)  # fmt: skip
+                    if num_heads_kv % n == 0 and resident // n * n >= LEAST_RESIDENT * resident)  # fmt: skip
         most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
         if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
             return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
@@ -777,7 +808,7 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
     # With fp32 tiles the loop leaves no registers free
     if plan.slots == 0 or config.tile_m > SMALL_ROWS.value or problem.out_dtype.itemsize > 2:
         return plan
-    rows = triton.next_power_of_2(max(1, min(config.tile_m, problem.seqlen_q * problem.group_size)))
+    rows = config.heads * triton.next_power_of_2(max(1, min(config.tile_m, problem.seqlen_q * problem.group_size)))
     at_once = MERGED_BY_THREAD * 32 * config.num_warps // (rows * padded_dim(problem.head_dim_v, 2))
     few = at_once > 1 and plan.parts <= MERGE_ROUNDS * at_once
     return plan._replace(chunk=min(max(LEAST_CHUNK, triton.next_power_of_2(plan.parts)), at_once) if few else 0)

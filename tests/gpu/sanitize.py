@@ -108,6 +108,12 @@ def run_kvcache(*names):
     flashtile.attention_with_kvcache(q, *pages, k=new, v=new, cache_seqlens=lengths, block_table=table)
     torch.cuda.synchronize()
     print("outside: ran", flush=True)
+    # So many keys that a program has several heads
+    q, *caches = torch.randn(4, 1, 16, 40, device="cuda").half(), *torch.randn(2, 4, 4352, 16, 40, device="cuda").half()
+    lengths = torch.tensor([4352, 1, 0, 700], device="cuda", dtype=torch.int32)
+    flashtile.attention_with_kvcache(q, *caches, cache_seqlens=lengths)
+    torch.cuda.synchronize()
+    print("several heads: ran", flush=True)
 
 
 def main(tier, *names):

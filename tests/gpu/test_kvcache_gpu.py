@@ -12,7 +12,7 @@ import torch
 from cache_cases import BY_NAME, CASES, FP8_CASES, NO_PAGE, CacheCase, check_cache
 
 import flashtile
-from flashtile import hardware
+from flashtile import hardware, tiles
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -145,6 +145,36 @@ def test_large_cache(page_size, head_dim, poisoned):
                           heads_kv=8, head_dim=head_dim), torch.bfloat16, "cuda")  # fmt: skip
 
 
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("head_dim", [40, 80, 96, 120, 160])
+def test_large_cache_of_many_heads(page_size, head_dim, poisoned):
+    """On Hopper a program has several heads, of few and many rows, and parts are merged by it and by a kernel after it."""
+    lengths = (2048, 1, 0, 1500, 2031, 63, 129)
+    case = CacheCase("heads", lengths=lengths, capacity=2048, page_size=page_size, heads=32, heads_kv=32, head_dim=head_dim)
+    check_cache(case, torch.bfloat16, "cuda")
+    more = dict(heads=96, seqlen_q=5, causal=True, window=(700, 0), sinks=True, new=5, lengths=(2043, 1, 7) * 2)
+    check_cache(replace(case, **more), torch.float16, "cuda")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.capacity], ids=lambda case: case.name)
+def test_several_heads_of_a_program(case, poisoned, monkeypatch):
+    """All that a call may ask for, by the tiles of many heads."""
+    from flashtile.portable import decode
+
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    call, configs = decode.Call, []
+
+    def with_heads(problem, config, *rest):
+        configs.append(tiles.DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4))
+        return call(problem, configs[-1], *rest)
+
+    monkeypatch.setattr(decode, "Call", with_heads)
+    case = replace(case.scaled(11), heads=4 * case.heads, heads_kv=4 * case.heads_kv)
+    if max(case.head_dim, case.dim_v) <= 160:
+        check_cache(case, torch.bfloat16, "cuda", seed=3)
+        assert configs or not case.seqlen_q
+
+
 def random_case(seed):
     """Options of one of NUM_KINDS kinds, and lengths. Triton has kernels of their own for windows that are multiples of 16."""
     kind, draw = random.Random(seed % NUM_KINDS), random.Random(seed)
@@ -197,11 +227,13 @@ def test_fixed_splits_do_not_depend_on_the_batch(seqlen_q):
         assert all(torch.equal(x[rows], y) for x, y in zip(together, alone))
 
 
-@pytest.mark.parametrize(("batch", "num_splits", "dim"), [(1, 0, 128), (1, 5, 128), (40, 0, 128), (40, 5, 128), (1, 0, 72),
-                                                          (120, 0, 72)])  # fmt: skip
-def test_bits_repeat(batch, num_splits, dim):
+@pytest.mark.parametrize(("batch", "num_splits", "dim", "heads_kv"), [
+    (1, 0, 128, 2), (1, 5, 128, 2), (40, 0, 128, 2), (40, 5, 128, 2), (1, 0, 72, 2), (120, 0, 72, 2), (9, 0, 96, 32),
+    (40, 0, 40, 32),
+])  # fmt: skip
+def test_bits_repeat(batch, num_splits, dim, heads_kv):
     """100 runs, the same bits: a race would move them. Queries take turns, so that a stale partial result is another one."""
-    (q, *rest), options = serving_call(batch, dim=dim)
+    (q, *rest), options = serving_call(batch, dim=dim, heads=max(8, heads_kv), heads_kv=heads_kv)
     queries, firsts = (q, q.flip(2)), [None, None]
     for i in range(200):
         again = flashtile.attention_with_kvcache(queries[i % 2], *rest, num_splits=num_splits, return_lse=True, **options)
