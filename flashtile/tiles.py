@@ -787,6 +787,7 @@ def _many_row_tiles(problem, num_sms) -> bool:
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SINGLE = "single runs on an H200, see docs/kernels/decode.md"
+_DECODE_HEADS = "benchmarks/results/nvidia-h200/head-dims-decode.json; others single runs, see docs/kernels/decode.md"
 _DECODE_BOTH = "single runs on an H100 and an H200, see docs/kernels/decode.md"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in shared memory, of 99 KiB but for one; not measured"
 _DECODE_OLDER = "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions on an H200"
@@ -798,8 +799,8 @@ DECODE = (
     DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
-    DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_SINGLE, when=_many_heads),
-    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_SINGLE, when=_many_heads),
+    DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
     # With 4 rows as fast as shares
     DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_BOTH, pages=2),

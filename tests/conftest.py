@@ -37,6 +37,10 @@ def pytest_configure():
         hardware._detect_gpu = lambda index: replace(older, num_sms=here.num_sms)
 
 
+def pytest_unconfigure():
+    _AS_OLDER.close()
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
