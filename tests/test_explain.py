@@ -70,6 +70,9 @@ def test_decode_on_a_cache(capsys):
     assert code == 0 and "b1 sq1 sk8192 h32/8 d128 bf16" in text and "0.13 GFLOP tensors 32 MiB" in text
     assert "portable: decode 16x64 warps 4 stages 3 not hopper: has tiles of 128 rows, of which 4 of a sequence" in text
     assert "128 programs share the keys of all sequences evenly" in text
+    # Several heads of a program, and of its neighbours
+    _, text = explain(capsys, "--mode", "decode", "--target", "H200", "-b", "32", "-s", "4k", "--nheads", "32", "-d", "96")
+    assert "portable: decode 16x16 warps 4 stages 3, 4 heads a tile" in text and "evenly, 32 heads side by side" in text
     code, text = explain(capsys, *shape, "-b", "8", "--page-size", "64", "--seqlen-q", "300")
     assert code == 0 and "pages of 64" in text and "hopper: decode 128x128" in text
     assert "TMA loads 64 slots of a page at once" in text
