@@ -356,15 +356,26 @@ def _check_cache(operands, batch) -> int:
     return capacity
 
 
+def check_own_slots(k_cache, v_cache) -> None:
+    """Caches that a call writes."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride())):
+            way_out = "Give each sequence its slots with .contiguous(), or share pages by block_table."
+            raise ShapeError(explain(name, "slots of their own, since k is appended", f"strides {cache.stride()}", way_out))
+
+
+def check_rotary_columns(cos, head_dim) -> None:
+    """cos: (positions, rotary_dim / 2); what is no such tensor is refused elsewhere."""
+    if isinstance(cos, torch.Tensor) and cos.dim() == 2 and (2 * cos.shape[1] > head_dim or 0 in cos.shape):
+        raise ShapeError(explain("rotary_cos", f"shape (seqlen_rotary, at most {head_dim // 2})", shape_of(cos)))
+
+
 def _check_new(operands, batch) -> int:
     """New keys and values; returns how many a sequence gets, 0 for packed ones."""
     k, v, k_cache, v_cache = operands.k, operands.v, operands.k_cache, operands.v_cache
     if k is None:
         return 0
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride())):
-            way_out = "Give each sequence its slots with .contiguous(), or share pages by block_table."
-            raise ShapeError(explain(name, "slots of their own, since k is appended", f"strides {cache.stride()}", way_out))
+    check_own_slots(k_cache, v_cache)
     packed = operands.cu_seqlens_k_new is not None
     layout = "(total_new, heads, dim)" if packed else "(batch, seqlen_new, heads, dim)"
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -403,8 +414,7 @@ def _check_rotary(operands, head_dim) -> int:
     if sin.shape != cos.shape or sin.stride() != cos.stride() or sin.dtype != cos.dtype:
         expected = f"shape, strides and dtype of rotary_cos, {tuple(cos.shape)}, {cos.stride()}, {cos.dtype}"
         raise ShapeError(explain("rotary_sin", expected, f"{tuple(sin.shape)}, {sin.stride()}, {sin.dtype}"))
-    if not 0 < 2 * cos.shape[1] <= head_dim or cos.shape[0] == 0:
-        raise ShapeError(explain("rotary_cos", f"shape (seqlen_rotary, at most {head_dim // 2})", shape_of(cos)))
+    check_rotary_columns(cos, head_dim)
     return 2 * cos.shape[1]
 
 

@@ -344,7 +344,7 @@ def attention(
         # a list has no hash
         options = (*options[:3], tuple(window), *options[4:])
     if is_autocast(q):
-        operands, call = _autocast(operands), None
+        operands, call = autocast_operands(operands), None
         q, k, v = operands.q, operands.k, operands.v
     if dropout_p > 0 and operands.rng_state is None:
         operands, call = operands._replace(rng_state=draw_rng_state(q.device)), None
@@ -387,7 +387,7 @@ def _flat(options):
     return *options[:3], *options[3], *options[4:]
 
 
-def _autocast(operands):
+def autocast_operands(operands):
     """Inside torch.autocast q, k and v come in its dtype, as those of F.scaled_dot_product_attention do."""
     dtype = torch.get_autocast_dtype(operands.q.device.type)
     q, k, v = (autocast(x, dtype) for x in operands[:3])

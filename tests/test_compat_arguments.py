@@ -267,3 +267,59 @@ def test_a_cache_has_no_autograd(fa):
 def test_parts_of_no_tensor_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="qv: expected None, got list"):
         fa3.flash_attn_with_kvcache(NEW, CACHE, CACHE, qv=[1.0])
+
+
+def test_tables_wider_than_the_head_dim_before_padding():
+    """They would rotate the zeros, which are cut off."""
+    q, caches, new = rows(1, 1, 2, 20), [torch.zeros(1, 8, 2, 20) for _ in range(2)], rows(1, 1, 2, 20)
+    tables = dict(rotary_cos=rows(9, 12), rotary_sin=rows(9, 12))
+    with pytest.raises(ShapeError, match=r"rotary_cos: expected shape \(seqlen_rotary, at most 10\), got shape \(9, 12\)"):
+        fa2.flash_attn_with_kvcache(q, *caches, new, new, **tables, cache_seqlens=1)
+    assert not any(cache.any() for cache in caches)
+
+
+def test_a_cache_that_sequences_share_is_refused_before_padding():
+    cache, new = torch.zeros(1, 8, 2, 20).expand(2, 8, 2, 20), rows(2, 1, 2, 20)
+    with pytest.raises(ShapeError, match="k_cache: expected slots of their own, since k is appended"):
+        fa2.flash_attn_with_kvcache(new, cache, cache, new, new, cache_seqlens=1)
+
+
+@pytest.mark.parametrize("dropout_p", [None, "0.1"])
+def test_dropout_that_is_no_number_beside_its_mask(dropout_p):
+    with pytest.raises(DtypeError, match="dropout_p: expected a number"):
+        fa2.flash_attn_func(Q, Q, Q, dropout_p=dropout_p, return_attn_probs=True)
+    with pytest.raises(DtypeError, match="dropout_p: expected a number"):
+        fa2._flash_attn_forward(Q, Q, Q, dropout_p, 1.0, False, -1, -1, 0.0, None, True)
+
+
+def test_lengths_of_pages_that_are_no_vector():
+    pages, table = rows(4, 4, 2, 16), ints(0, 1)[None]
+    with pytest.raises(ShapeError, match="cu_seqlens_k: expected shape"):
+        fa2._flash_attn_varlen_forward(PACKED, pages, pages, CU, ints(0, 5)[1], 5, 8, 0.0, 1.0, True, block_table=table)
+
+
+def test_the_mask_of_dropout_under_autocast():
+    """It has the dtypes of the call, and its own products are those of fp32."""
+    q, k = (4 * rows(1, 128, 2, 16)).bfloat16(), (4 * rows(1, 128, 2, 16).flip(1)).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = fa2.flash_attn_func(Q, Q, Q.bfloat16(), 0.1, return_attn_probs=True)
+        assert [x.dtype for x in mixed] == [torch.bfloat16, torch.float32, torch.bfloat16]
+        _, lse, mask = fa2.flash_attn_func(q, k, k, 0.1, return_attn_probs=True)
+    weights = torch.softmax(torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()) / 4, -1)
+    largest = torch.einsum("bmhd,bnhd->bhmn", q.double(), k.double()).amax(-1, keepdim=True) / 4
+    torch.testing.assert_close(mask.double().abs() * (largest - lse.double()[..., None]).exp(), weights, atol=4e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
+def test_another_default_device(name):
+    q, k, tables = rows(1, 3, 2, 16), rows(1, 5, 2, 16), rows(9, 4)
+    options = {"causal": True}
+    if name == "flash_attn_with_kvcache":
+        options |= dict(k=q, v=q, cache_seqlens=ints(2), rotary_cos=tables, rotary_sin=tables)
+    expected = getattr(fa2, name)(q, k.clone(), k.clone(), **options)
+    torch.set_default_device("meta")
+    try:
+        got = getattr(fa2, name)(q, k.clone(), k.clone(), **options)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, expected)

@@ -251,6 +251,21 @@ def test_a_cache_that_can_not_be_written_in_place_is_refused():
         fa3.flash_attn_with_kvcache(new, cache, cache.clone(), new, new, cache_seqlens=3)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_window_of_all_keys_does_not_move_the_rotation(packed):
+    """FlashAttention 3 takes a side of all keys, or of all queries, for none, and then rotates all queries alike."""
+    angles, (q, new), cache = torch.rand(20, 4) * 3, torch.randn(2, 1, 3, 2, 16), torch.randn(1, 16, 2, 16)
+    options = dict(k=new, v=new, cache_seqlens=5, rotary_cos=angles.cos(), rotary_sin=angles.sin())
+    if packed:
+        q, options["cu_seqlens_q"], options["max_seqlen_q"] = q[0], torch.tensor([0, 3]).int(), 3
+
+    def call(*window):
+        return fa3.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), window_size=window, **options)
+
+    assert torch.equal(call(15, 2), call(-1, -1)) and torch.equal(call(1000, 1000), call(-1, -1))
+    assert not torch.allclose(call(14, 2), call(-1, -1)) and not torch.allclose(call(15, 1), call(-1, -1))
+
+
 def test_kvcache_rows_of_a_page_table():
     """cache_batch_idx picks rows of page_table; rotary_seqlens without tables means nothing."""
     q, k_cache, v_cache = tensors(seqlen_q=1, seqlen_k=8)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flashtile.compat.flash_attn import bert_padding
+from flashtile.compat.flash_attn import bert_padding, flash_attn_func
 from flashtile.compat.flash_attn.layers import rotary
 from flashtile.compat.flash_attn.ops.triton_.rotary import apply_rotary
 from flashtile.errors import DtypeError, ShapeError, ValueRangeError
@@ -329,3 +329,44 @@ def test_a_mask_of_other_rows_is_refused(mask):
     for function in (bert_padding.unpad_input, bert_padding.unpad_input_for_concatenated_sequences):
         with pytest.raises(error, match="attention_mask"):
             function(torch.randn(2, 16, 4), mask)
+
+
+@pytest.mark.parametrize("parts_of", [
+    lambda qkv: (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]), lambda qkv: qkv.unbind(2),
+    lambda qkv: [x.squeeze(2) for x in qkv.chunk(3, 2)],
+], ids=["index", "unbind", "chunk"])  # fmt: skip
+def test_queries_and_keys_of_one_tensor_are_rotated_in_place_in_training(parts_of):
+    """Autograd would take the rotation of the one for a change of the other."""
+    x, angles = torch.randn(2, 5, 3, 2, 16, requires_grad=True), torch.rand(9, 8)
+    results = []
+    for inplace in (True, False):
+        q, k, v = parts_of(x * 1)
+        q, k = (rotary.apply_rotary_emb(part, angles.cos(), angles.sin(), inplace=inplace) for part in (q, k))
+        out = flash_attn_func(q, k, v, causal=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), x)))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_rotary_in_place_of_an_inference_tensor():
+    angles = torch.rand(9, 8)
+    with torch.inference_mode():
+        x = torch.randn(2, 5, 2, 16)
+        expected = rotary.apply_rotary_emb(x, angles.cos(), angles.sin())
+        assert torch.equal(rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), inplace=True), expected)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_tables_are_made_of_the_buffers(scale_base):
+    """Longer contexts by a change of inv_freq; a module in 16 bits has the tables of one in fp32."""
+    x = torch.randn(1, 6, 3, 2, 16)
+    modules = [rotary.RotaryEmbedding(8, scale_base=scale_base) for _ in range(3)]
+    modules[1].inv_freq /= 4
+    modules[2].bfloat16()
+    plain, stretched, cast = (module(x.clone()) for module in modules)
+    assert torch.equal(plain, cast)
+    positions, half = torch.arange(6.0)[:, None] / 4, x[0, :, 0, 0]
+    if scale_base is None:
+        cos, sin = (f(positions * 10000.0 ** (-torch.arange(0, 8, 2) / 8)) for f in (torch.cos, torch.sin))
+        first = half[:, :4] * cos - half[:, 4:8] * sin
+        torch.testing.assert_close(stretched[0, :, 0, 0, :4], first)
+    assert not torch.equal(plain, stretched)

@@ -23,7 +23,7 @@ What differs, or means nothing here:
 import torch
 
 from flashtile import api, ops
-from flashtile.checks import check_device, check_int32, check_is_tensor, shape_of
+from flashtile.checks import check_device, check_int32, check_is_tensor, is_int, shape_of
 from flashtile.compat.arguments import (
     as_int,
     as_number,
@@ -43,7 +43,7 @@ from flashtile.compat.arguments import (
     strided_rows,
     unstrided,
 )
-from flashtile.compat.flash_attn.flash_attn_interface import PROBS_BLOCK, _flat, _sides
+from flashtile.compat.flash_attn.flash_attn_interface import PROBS_BLOCK, _flat, _sides, _slots, _unless_all
 from flashtile.errors import (
     DtypeError,
     FlashtileError,
@@ -192,8 +192,12 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin, rotary_seqlens = map(unstrided, (detached(rotary_cos), detached(rotary_sin), rotary_seqlens))
     else:
         rotary_sin, rotary_seqlens = detached(rotary_sin), None
+    window = _window(window_size)
     if cu_seqlens_q is not None:
         cu_seqlens_q = unstrided(cu_seqlens_q)
+    if rotary_cos is not None and window != (None, None):
+        seqlen_q = as_int(max_seqlen_q) if cu_seqlens_q is not None else q.shape[-3]
+        window = _cache_window(window_size, _slots(k_cache, page_table), seqlen_q)
     if cache_leftpad is not None:
         cache_leftpad = unstrided(cache_leftpad)
     try:
@@ -204,7 +208,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=as_int(max_seqlen_q), cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
             rotary_interleaved=bool(rotary_interleaved), q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            causal=bool(causal), window=_window(window_size), softmax_scale=as_number(softmax_scale),
+            causal=bool(causal), window=window, softmax_scale=as_number(softmax_scale),
             softcap=softcap_of(softcap), num_splits=splits_of(num_splits), return_lse=bool(return_softmax_lse),
         )  # fmt: skip
     except FlashtileError as error:
@@ -299,6 +303,13 @@ def _flash_attn_backward(
 def _window(window_size):
     """FlashAttention 3's window in flashtile's words; a side is unbounded from seqlen_k - 1 (left), seqlen_q - 1 (right) on."""
     return tuple(None if side < 0 else min(side, INT32_MAX) for side in _sides(window_size))
+
+
+def _cache_window(window_size, slots, seqlen_q):
+    """The same where it makes a difference, of queries whose rotation depends on whether there is one."""
+    # Without a length kvcache_problem.py refuses the call
+    limits = slots - 1, seqlen_q - 1 if is_int(seqlen_q) else None
+    return tuple(None if side is None else _unless_all(side, limit) for side, limit in zip(_window(window_size), limits))
 
 
 def _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):

@@ -50,7 +50,7 @@ def _sdpa(problem, q, k, v):
     rows -= hidden
     # The last query sees all keys
     masked = problem.causal and rows > 1
-    mask = torch.ones(rows, cols, dtype=torch.bool).tril(cols - rows) if masked and rows < cols else None
+    mask = torch.ones(rows, cols, dtype=torch.bool, device=q.device).tril(cols - rows) if masked and rows < cols else None
     with torch.autocast("cpu", enabled=False):
         out = F.scaled_dot_product_attention(
             q[:, hidden:].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,

@@ -33,8 +33,8 @@ def forward(operands, problem, attend=fa2.forward, dtype=None):
         rows = _rows(operands.cu_seqlens_q, b)
         q_b = _descaled((q[rows] if problem.varlen else q[b]).to(inner), operands.q_descale, b, problem.group_size)
         if operands.rotary_cos is not None:
-            moves = torch.arange(len(q_b)) if problem.rotary_moves else torch.zeros(len(q_b), dtype=torch.int64)
-            q_b = rotate(q_b, operands, problem, _begin(operands, before, b) + moves.to(q.device))
+            moves = torch.arange(len(q_b), device=q.device) * problem.rotary_moves
+            q_b = rotate(q_b, operands, problem, _begin(operands, before, b) + moves)
             if dtype is None:
                 # a kernel keeps the rotated queries in the dtype of out
                 q_b = q_b.to(problem.out_dtype).to(inner)

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from flashtile import api, ops
-from flashtile.checks import check_int32, check_is_tensor
+from flashtile.checks import check_int32, check_is_tensor, check_number
 from flashtile.compat.arguments import (
     as_int,
     as_number,
@@ -56,7 +56,8 @@ from flashtile.compat.arguments import (
     unstrided,
 )
 from flashtile.errors import DtypeError, FlashtileError, UnsupportedError, explain
-from flashtile.problem import INT32_MAX, Operands
+from flashtile.kvcache_problem import check_own_slots, check_rotary_columns
+from flashtile.problem import INT32_MAX, Operands, is_autocast
 from flashtile.reference.dropout import keep_scale
 from flashtile.reference.lengths import sequences
 from flashtile.reference.scores import logits
@@ -244,6 +245,7 @@ def _flash_attn_varlen_forward(
             raise UnsupportedError(explain("block_table", "dropout_p == 0 beside it", f"dropout_p = {dropout_p}"))
         if seqused_k is None:
             check_is_tensor("cu_seqlens_k", cu_seqlens_k)
+            check_int32("cu_seqlens_k", cu_seqlens_k, cu_seqlens_k.device, (None,))
         names = PAGED_NAMES | {"cache_seqlens": "cu_seqlens_k.diff()" if seqused_k is None else "seqused_k"}
         try:
             out, lse = _with_cache(
@@ -374,6 +376,9 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
         check_rows(q, k, v)
     if needs_padding(q, k_cache, v_cache, *((k, v) if appends else ())):
         _check_cache_dims(q, k_cache, v_cache, k, v)
+        check_rotary_columns(rotary_cos, q.shape[-1])
+        if appends:
+            check_own_slots(k_cache, v_cache)
     q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
     if q.shape[0] < k_cache.shape[0] == v_cache.shape[0] and q.dim() == 4:
         if block_table is None and options.get("cache_batch_idx") is None:
@@ -449,8 +454,10 @@ def _scale(softmax_scale, q):
 
 def _attend(operands, options, head_dim_v, return_attn_probs):
     """One differentiable call. operands may have padded head dims, head_dim_v is without."""
-    with_probs = return_attn_probs and options["dropout_p"] > 0
+    with_probs = return_attn_probs and _drops(options)
     if with_probs:
+        # The numbers that the call itself sees
+        operands = ops.autocast_operands(operands) if is_autocast(operands.q) else operands
         operands = operands._replace(rng_state=ops.draw_rng_state(operands.q.device))
     result = ops.attention(operands, **options, return_lse=return_attn_probs)
     out, lse = result if return_attn_probs else (result, None)
@@ -461,12 +468,18 @@ def _attend(operands, options, head_dim_v, return_attn_probs):
     return out, _convert_lse(lse), _probs(operands, options) if with_probs else out.new_empty((0,))
 
 
+def _drops(options):
+    check_number("dropout_p", options["dropout_p"])
+    return options["dropout_p"] > 0
+
+
 @torch.no_grad()
 def _forward(operands, options, return_softmax):
-    if options["dropout_p"] > 0:
+    drops = _drops(options)
+    if drops:
         operands = operands._replace(rng_state=ops.draw_rng_state(operands.q.device))
     out, lse = ops.forward_op(*operands, *_flat(options))
-    probs = _probs(operands, options) if return_softmax and options["dropout_p"] > 0 else out.new_empty((0,))
+    probs = _probs(operands, options) if return_softmax and drops else out.new_empty((0,))
     rng_state = out.new_zeros((2,), dtype=torch.int64) if operands.rng_state is None else operands.rng_state
     return out, _convert_lse(lse), probs, rng_state
 
@@ -505,7 +518,8 @@ torch.library.define("flashtile::dropped_scores", f"({ops.TENSORS}, {ops.OPTIONS
 @torch.library.impl("flashtile::dropped_scores", ("CPU", "CUDA"))
 def _dropped_scores(*arguments):
     operands, options = ops.split(arguments)
-    return dropped_scores(operands, ops.problem_of(operands, options))
+    with torch.autocast(operands.q.device.type, enabled=False):
+        return dropped_scores(operands, ops.problem_of(operands, options))
 
 
 @torch.library.register_fake("flashtile::dropped_scores")

@@ -96,6 +96,9 @@ class RotaryEmbedding(torch.nn.Module):
 
     scale_base: not None scales queries up and keys down with their position (XPos, Sun et al. 2022).
 
+    inv_freq and scale are what tables are made from: who changes them before, as for longer contexts, gets others. Where the
+    module was cast, so that they lack the precision of fp32, they are made anew.
+
     _cos_cached and _sin_cached are the tables, None before the first call; with scale_base _cos_k_cached and _sin_k_cached are
     those of the keys. _update_cos_sin_cache makes them.
     """
@@ -103,10 +106,8 @@ class RotaryEmbedding(torch.nn.Module):
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        even = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
-        self.register_buffer("inv_freq", self.base ** (-even / dim), persistent=False)
-        scale = None if scale_base is None else (even + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("inv_freq", self._new_inv_freq(device), persistent=False)
+        self.register_buffer("scale", None if scale_base is None else self._new_scale(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached = self._sin_cached = self._cos_k_cached = self._sin_k_cached = None
 
@@ -152,17 +153,29 @@ class RotaryEmbedding(torch.nn.Module):
             if torch.compiler.is_compiling() or not cos.is_inference() or torch.is_inference_mode_enabled():
                 return
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # The module may have been cast: angles need fp32.
-        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, self.base ** (-even / self.dim))
+        angles = torch.outer(positions, _in_fp32(self.inv_freq, device, self._new_inv_freq))
         cos, sin = angles.cos(), angles.sin()
         self._seq_len_cached = seqlen
         if self.scale is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
-        grown = self.scale.to(device).float() ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+        grown = _in_fp32(self.scale, device, self._new_scale) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
         self._cos_cached, self._sin_cached = (cos * grown).to(dtype), (sin * grown).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / grown).to(dtype), (sin / grown).to(dtype)
+
+    def _even(self, device):
+        return torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+
+    def _new_inv_freq(self, device):
+        return self.base ** (-self._even(device) / self.dim)
+
+    def _new_scale(self, device):
+        return (self._even(device) + 0.4 * self.dim) / (1.4 * self.dim)
+
+
+def _in_fp32(buffer, device, make):
+    """A buffer on a device; what make(device) gives where it was cast, or has no data."""
+    return make(device) if buffer.dtype != torch.float32 or buffer.is_meta else buffer.to(device)
 
 
 class _Rotary(torch.autograd.Function):
@@ -171,7 +184,11 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tables, parts, interleaved, inplace):
         ctx.arguments = tables, parts, interleaved
-        return _rotate_(x if inplace else x.clone(), tables, parts, interleaved)
+        if not inplace or torch.compiler.is_compiling() or x.is_inference():
+            return _rotate_(x if inplace else x.clone(), tables, parts, interleaved)
+        # Autograd does not learn of it, as with flash_attn's kernel: q and k may be views of one tensor
+        with torch.autograd._unsafe_preserve_version_counter(x):
+            return _rotate_(x, tables, parts, interleaved)
 
     @staticmethod
     @once_differentiable
