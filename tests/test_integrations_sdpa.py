@@ -130,10 +130,50 @@ def test_enable_and_disable():
     assert torch_attention.current_flash_attention_impl() is None
 
 
+def test_flash_comes_first_until_it_is_disabled():
+    """torch puts cuDNN first on some GPUs; an order that comes later stays."""
+    before = torch._C._get_sdp_priority_order()
+    try:
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
+        sdpa.enable()
+        sdpa.enable()
+        assert torch._C._get_sdp_priority_order() == [1, 3, 2, 0, 4]
+        sdpa.disable()
+        assert torch._C._get_sdp_priority_order() == [3, 1, 2, 0, 4]
+        sdpa.enable()
+        torch._C._set_sdp_priority_order([2, 1, 3, 0, 4])
+        sdpa.disable()
+        assert torch._C._get_sdp_priority_order() == [2, 1, 3, 0, 4]
+    finally:
+        sdpa.disable()
+        torch._C._set_sdp_priority_order(before)
+
+
 def test_import_activates_nothing():
     code = "import flashtile.integrations.sdpa; from torch.nn import attention as a; print(a.current_flash_attention_impl())"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert process.stdout.strip() == "None", process.stderr
+
+
+@pytest.mark.gpu
+def test_torch_runs_flashtile_before_cudnn():
+    """Where nobody names a backend, in a process that has not chosen one yet, and after `disable` again what it was."""
+    code = """
+import torch
+import torch.nn.functional as F
+from flashtile.integrations import sdpa
+
+q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
+sdpa.enable()
+with torch.profiler.profile() as profile:
+    F.scaled_dot_product_attention(q, q, q)
+    torch.cuda.synchronize()
+assert any("flashtile" in event.key for event in profile.key_averages())
+sdpa.disable()
+assert torch._fused_sdp_choice(q, q, q) == torch._C._get_sdp_priority_order()[0]
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.gpu

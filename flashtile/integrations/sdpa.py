@@ -8,8 +8,9 @@
 
 What calls torch's flash operators gets flashtile: F.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn, and
 context parallelism in torch.distributed. torch still chooses the backend, by its own rules: fp16 and bf16 on a GPU, no
-attn_mask; `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` leaves it no other. CPU tensors are not touched.
-Grouped heads arrive here as torch repeats them.
+attn_mask; `torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)` leaves it no other. On an H100 and a B200 it would try
+cuDNN's first; until `disable` it tries flash before all others. CPU tensors are not touched. Grouped heads arrive here as torch
+repeats them.
 
 As in torch's own flash backend, causal is aligned bottom-right in the operators; F.scaled_dot_product_attention passes it on
 for seqlen_q == seqlen_k alone. A row without a visible key has lse -inf: merging parts by lse stays right. The dropout mask is
@@ -20,6 +21,7 @@ depend on the rest of the batch, also with num_splits=1.
 import torch
 from torch.library import Library
 from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend
 
 from flashtile import api, ops
 from flashtile.errors import UnsupportedError, explain
@@ -31,7 +33,7 @@ NAME = "flashtile"
 
 
 def enable() -> None:
-    """Let torch's flash operators on CUDA tensors run flashtile, in this process, until `disable`.
+    """Let torch's flash operators on CUDA tensors run flashtile, in this process, until `disable`. Initialises CUDA.
 
     Takes the place of another implementation that was active ("FA3", "FA4").
     """
@@ -54,9 +56,19 @@ class _Active:
             # torch 2.11 has not all of them
             if hasattr(torch.ops.aten, name):
                 self.library.impl(name, function, "CUDA")
+        if torch.cuda.is_available():
+            # torch finds its own order at its first choice of a backend, whatever there was before
+            x = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(x, x, x)
+        self.order_before = torch._C._get_sdp_priority_order()
+        self.order = sorted(self.order_before, key=lambda backend: backend != int(SDPBackend.FLASH_ATTENTION))
+        torch._C._set_sdp_priority_order(self.order)
 
     def remove(self):
         self.library._destroy()
+        # Not an order that came later
+        if torch._C._get_sdp_priority_order() == self.order:
+            torch._C._set_sdp_priority_order(self.order_before)
 
 
 def flash_attention_forward(
