@@ -247,6 +247,13 @@ def test_compare_strict(capsys, monkeypatch):
         assert cli.main(arguments) == 0
 
 
+@pytest.mark.parametrize("arguments", ["-d 264", "--softcap 3 --baseline sdpa", "--backend flashtile,fa3 --baseline fa3"])
+def test_compare_strict_without_a_time_to_compare_with(arguments, capsys):
+    """Of flashtile, or of the baseline."""
+    command = ["compare", *SMALL, "--rounds", "3", "--rep-ms", "3", "--mode", "fwd", "--no-roof", *arguments.split()]
+    assert cli.main(command) == 0 and cli.main([*command, "--strict"]) == 5
+
+
 USAGE_ERRORS = """
 run --no-such-flag
 run --dtype fp8

@@ -248,6 +248,19 @@ def test_regress_measures_again_what_a_record_has(capsys):
     assert cli.main(["regress", "--device", "cpu", "--baseline", "first", "--repeats", "6", "--no-progress", "-q"]) in (0, 4)
 
 
+@pytest.mark.parametrize("flags", ["-s 128", "--mode fwd", "--no-grad", "--preset gpt3"])
+def test_regress_of_a_record_has_its_cases(flags, capsys):
+    assert cli.main(["run", *SMALL, "--no-roof", "--mode", "fwd", "--repeats", "6", "--save", "first"]) == 0
+    assert cli.main(["regress", "--device", "cpu", "--baseline", "first", "--no-progress", *flags.split()]) == 2
+    assert "expected no shape and no --mode beside the record first" in capsys.readouterr().err
+
+
+def test_regress_of_a_shape_that_nothing_takes(capsys):
+    """Before anything is measured."""
+    assert cli.main(["regress", "-s", "64", "-d", "12", "--device", "cpu", "--no-progress"]) == 2
+    assert "head dim" in capsys.readouterr().err
+
+
 def test_regress_refuses_what_can_not_be_compared(capsys):
     assert cli.main(["regress", *SMALL, "--baseline", "no-such-thing"]) == 2
     assert "git revision" in capsys.readouterr().err

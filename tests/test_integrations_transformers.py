@@ -6,13 +6,14 @@ of each gradient may be twice that of eager (Llama: SDPA) in bf16.
 
 import copy
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from flashtile import UnsupportedError, ValueRangeError, attention_varlen  # noqa: E402
+from flashtile import ShapeError, UnsupportedError, ValueRangeError, attention_varlen  # noqa: E402
 from flashtile.integrations import transformers as integration  # noqa: E402
 
 SMALL = dict(vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
@@ -412,3 +413,30 @@ def test_what_is_known_of_a_mask_goes_with_it():
     del mask
     assert len(integration._paddings) == before - 1
     assert attention_varlen is integration.api.attention_varlen
+
+
+def test_a_mask_may_be_a_buffer_that_is_written_again():
+    module = SimpleNamespace(is_causal=True)
+    query, key, value = torch.randn(3, 2, 2, 6, 8).unbind()
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    first, _ = integration.attention(module, query, key, value, mask)
+    mask[1, :3] = False
+    again, _ = integration.attention(module, query, key, value, mask)
+    expected, _ = integration.attention(module, query, key, value, mask.clone())
+    assert torch.equal(again, expected) and not torch.equal(first, again)
+    with torch.inference_mode():
+        buffer = torch.ones(2, 6, dtype=torch.bool)
+        integration.attention(module, query, key, value, buffer)
+        buffer[1, :3] = False
+        assert torch.equal(integration.attention(module, query, key, value, buffer)[0], expected)
+
+
+@pytest.mark.parametrize(("rows", "columns", "hidden", "message"), [
+    (2, 8, 5, "at most 6 columns, one for each key"), (2, 4, 0, "at least 6 columns, one for each query"),
+    (1, 6, 0, "2 rows, one for each sequence"),
+])  # fmt: skip
+def test_a_mask_of_another_shape_is_refused(rows, columns, hidden, message):
+    mask = torch.ones(rows, columns, dtype=torch.bool)
+    mask[-1, hidden] = False
+    with pytest.raises(ShapeError, match=f"attention_mask: expected {message}, got shape"):
+        integration.attention(SimpleNamespace(is_causal=True), *torch.randn(3, 2, 2, 6, 8), mask)

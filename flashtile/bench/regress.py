@@ -69,17 +69,16 @@ def locate(name: str, stack: ExitStack, device=None) -> Version:
         UsageError: none of them.
     """
     path = Path(name)
-    if path.is_dir() and (path / "flashtile" / "__init__.py").exists():
+    if _has_flashtile(path):
         return Version(name, folder=path.resolve(), commit=_commit(path))
-    saved = baseline_path(name, device)
-    for candidate in (path, saved):
-        if candidate is not None and candidate.is_file():
-            document = record.load(candidate)
-            git = document["env"]["git"]
-            return Version(str(candidate), document=document, commit=git and git["commit"])
+    if found := record_path(name, device):
+        document = record.load(found)
+        git = document["env"]["git"]
+        return Version(str(found), document=document, commit=git and git["commit"])
     checkout = _checkout()
     commit = _revision(checkout, name) if checkout else None
     if commit is None:
+        saved = baseline_path(name, device)
         kept = sorted(p.stem for p in saved.parent.glob("*.json")) if saved else []
         expected = (f"a folder with flashtile, a record (.json), a baseline of --save ({', '.join(kept) or 'there is none'}), "
                     f"or a git revision{f' of {checkout.name}' if checkout else ''}")  # fmt: skip
@@ -91,6 +90,18 @@ def locate(name: str, stack: ExitStack, device=None) -> Version:
     archive = subprocess.run(command, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
     return Version(name, folder=folder, commit=commit)
+
+
+def _has_flashtile(path) -> bool:
+    return path.is_dir() and (path / "flashtile" / "__init__.py").exists()
+
+
+def record_path(name, device=None) -> Path | None:
+    """The file of a name that `locate` finds to be a record or a kept baseline."""
+    if _has_flashtile(Path(name)):
+        return None
+    candidates = Path(name), baseline_path(name, device)
+    return next((path for path in candidates if path is not None and path.is_file()), None)
 
 
 def _checkout() -> Path | None:

@@ -74,8 +74,12 @@ def compare(
 
 
 def strict_code(report, baseline) -> int:
-    """4 if flashtile is slower than the baseline somewhere, 5 if that is unclear somewhere."""
+    """4 if flashtile is slower than the baseline somewhere, 5 if that is unclear somewhere, or one of them has no time."""
     from flashtile.bench.engine import SUBJECT
 
-    words = {c.speedup.verdict for c in report.comparisons if (c.candidate, c.baseline) == (SUBJECT, baseline)}
+    judged = [c for c in report.comparisons if (c.candidate, c.baseline) == (SUBJECT, baseline)]
+    words = {c.speedup.verdict for c in judged}
+    asked = {(result.case, result.mode) for result in report.results if result.backend == SUBJECT}
+    if baseline != SUBJECT and asked - {(c.case, c.mode) for c in judged}:
+        words.add("UNCLEAR")
     return REGRESSION if "SLOWER" in words else UNCLEAR if "UNCLEAR" in words else OK

@@ -21,8 +21,9 @@ from flashtile.cli.common import (
     command,
     parse_fraction,
 )
+from flashtile.cli.run import check_head_dims
 
-VERSION_HELP = "A git revision, a folder with flashtile, a record, or a baseline that --save kept"
+VERSION_HELP = "A git revision, a folder with flashtile, or a record or baseline of --save, whose cases are then compared"
 
 
 def add(app) -> None:
@@ -68,11 +69,16 @@ def regress(
         from flashtile.cli import show
 
         device = engine.resolve_device(timing.device)
+        cases, modes = shape.cases(engine.default_dtype(device), takes=PACKED), timing.modes()
+        check_head_dims(engine.SUBJECT, cases, modes)
+        records = [name for name in (baseline, against) if name is not None and versions.record_path(name, device)]
+        if records and (shape != ShapeFlags() or timing.mode or timing.no_grad):
+            raise UsageError(f"regress: expected no shape and no --mode beside the record {records[0]}, whose cases and modes "
+                             "are compared, got some.")  # fmt: skip
         settings = timing.settings(device, commit=output.commit, rounds=timing.repeats or rounds,
                                    threshold=parse_fraction(threshold))  # fmt: skip
         rows, document = versions.compare_versions(
-            baseline, against, shape.cases(engine.default_dtype(device), takes=PACKED), timing.modes(), device=device,
-            settings=settings, processes=processes, say=progress.say,
+            baseline, against, cases, modes, device=device, settings=settings, processes=processes, say=progress.say,
         )  # fmt: skip
     console.print(f"[bold]flashtile regress[/]   {record.describe(document['env'])}")
     show.regress_table(console, rows, document["regress"])

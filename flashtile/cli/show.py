@@ -242,8 +242,10 @@ def regress_table(console, rows, found: dict) -> None:
     console.print(table)
     verdicts = [row.verdict for row in rows if row.status == "ok"]
     counts = "  ".join(f"{verdicts.count(word)} {word}" for word in stats.VERDICTS)
-    overall = stats.geomean(1 + row.change for row in rows if row.status == "ok") - 1 if verdicts else 0
-    console.print(f"\n{counts}  geomean {overall:+.1%}  (change of time: above 0 the second is slower)")
+    if verdicts:
+        overall = stats.geomean(1 + row.change for row in rows if row.status == "ok") - 1
+        counts += f"  geomean {overall:+.1%}  (change of time: above 0 the second is slower)"
+    console.print(f"\n{counts}")
 
 
 def scaling_table(console, rows, kind) -> None:

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flashtile import api
 from flashtile.checks import shape_of
-from flashtile.errors import UnsupportedError, ValueRangeError, explain
+from flashtile.errors import ShapeError, UnsupportedError, ValueRangeError, explain
 from flashtile.problem import HEAD_DIM_MULTIPLE
 
 __all__ = ["register"]
@@ -108,6 +108,7 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
         # A static cache is longer than what it holds
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         padding = _padding(attention_mask) if shown.padded else None
+        _check_width(attention_mask, q, k, padding, options)
         if padding is not None and not padding.is_full:
             if padding.left is not None and not remembers and not dropout:
                 return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options)
@@ -126,6 +127,19 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
     if q.shape[1] < k.shape[1] and not remembers and not dropout:
         return api.attention_with_kvcache(q, k, v, **options)
     return api.attention(q, k, v, **options, **training)
+
+
+def _check_width(mask, q, k, padding, options):
+    """k: of no more keys than the mask has columns."""
+    expected = None
+    if mask.shape[1] > k.shape[1] and padding is not None and not padding.is_full:
+        expected = f"at most {k.shape[1]} columns, one for each key"
+    elif mask.shape[1] < q.shape[1] and (options["causal"] or options["window"] != (None, None)):
+        expected = f"at least {q.shape[1]} columns, one for each query"
+    elif mask.shape[0] != q.shape[0] and padding is not None and not padding.is_full:
+        expected = f"{q.shape[0]} rows, one for each sequence"
+    if expected:
+        raise ShapeError(explain("attention_mask", expected, shape_of(mask)))
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
@@ -260,8 +274,8 @@ class _Padding:
         return self.rows[length]
 
 
-# What was found out about masks and position_ids that are still in use, by tensor. position_ids may be a buffer that the caller
-# writes again, so theirs has its version beside it.
+# What was found out about masks and position_ids that are still in use, by tensor, and its version then: it may be a buffer
+# that the caller writes again.
 _paddings = WeakIdKeyDictionary()
 _packings = WeakIdKeyDictionary()
 
@@ -271,9 +285,15 @@ def _padding(mask):
     if mask.dim() != 2:
         raise UnsupportedError(explain("attention_mask", "(batch, seqlen)", shape_of(mask),
                                        'Use attn_implementation="sdpa" for other masks.'))  # fmt: skip
-    if mask not in _paddings:
-        _paddings[mask] = _Padding(mask)
-    return _paddings[mask]
+    if mask.is_inference() and not hasattr(mask, _SHOWN):
+        # Nothing tells when it is written to; one of `padding_mask` is of a forward pass alone
+        return _Padding(mask)
+    now = None if mask.is_inference() else mask._version
+    version, padding = _paddings.get(mask, (now, None))
+    if padding is None or version != now:
+        padding = _Padding(mask)
+        _paddings[mask] = now, padding
+    return padding
 
 
 @torch.compiler.disable(reason="flashtile looks for packed sequences in the position_ids of a batch of 1, which a graph can't; "
