@@ -4,6 +4,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 COUNTER = "torch.utils.flop_counter"
 
 
@@ -16,8 +18,12 @@ def register(formulas):
 
 
 def _register(counter, formulas):
+    # A counter copies the registry when it is made
+    active = [mode.counter.flop_registry for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "counter")]
     for op, formula in formulas.items():
         counter.register_flop_formula(op, get_raw=True)(formula)
+        for registry in active:
+            registry.setdefault(op, counter.flop_registry[op])
 
 
 class _WhenImported(MetaPathFinder):

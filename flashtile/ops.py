@@ -204,7 +204,8 @@ def _flops(mode, arguments):
     problem = problem_of(operands, options)
     lengths = None
     if problem.varlen and type(operands.q) is torch.Tensor and not operands.q.is_meta:
-        lengths = list(zip(operands.cu_seqlens_q.diff().tolist(), operands.cu_seqlens_k.diff().tolist()))
+        used = (operands.seqused_q, operands.cu_seqlens_q), (operands.seqused_k, operands.cu_seqlens_k)
+        lengths = list(zip(*((cu.diff() if x is None else x).tolist() for x, cu in used)))
     return problem.flops(mode, lengths)
 
 

@@ -244,16 +244,18 @@ class AttentionProblem(CallShape):
         return per_pair * self.num_heads * self.visible_pairs(lengths)
 
     def bytes_moved(self, mode="fwd") -> int:
-        """Bytes of a pass that reads each input once and writes each output once."""
+        """Bytes of a pass that reads each input once and writes each output once; of batched keys those that a query sees."""
         rows_k = self.total_k if self.varlen else self.batch * self.seqlen_k
+        left = self.window[0]
+        seen = rows_k if self.varlen or left is None else self.batch * min(self.seqlen_k, left + self.seqlen_q)
         size = self.dtype.itemsize
         q = self.rows_q * self.num_heads * self.head_dim * size
         out = self.rows_q * self.num_heads * self.head_dim_v * size
-        kv = rows_k * self.num_heads_kv * (self.head_dim + self.head_dim_v) * size
+        row_kv = self.num_heads_kv * (self.head_dim + self.head_dim_v) * size
         lse = self.rows_q * self.num_heads * 4
-        forward = q + kv + out + lse
+        forward = q + seen * row_kv + out + lse
         # reads q k v out dout lse, writes dq dk dv
-        backward = 2 * q + 2 * kv + 2 * out + lse
+        backward = 2 * q + (seen + rows_k) * row_kv + 2 * out + lse
         return {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
 
 

@@ -255,6 +255,17 @@ def test_regress_of_a_record_has_its_cases(flags, capsys):
     assert "expected no shape and no --mode beside the record first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_a_side_of_regress_is_checked_without_dropout(mode):
+    from flashtile.bench import side
+    from flashtile.bench.cases import BenchCase
+
+    case = BenchCase(1, 64, 64, 2, 2, 32, 32, dtype="fp32", dropout=0.3)
+    asked = {"prepare": case.config(), "mode": mode, "seed": 0, "timer": "wall", "l2": "warm", "check": True, "device": "cpu"}
+    block, answer = side._prepare(asked)
+    assert block is not None, answer
+
+
 def test_regress_of_a_shape_that_nothing_takes(capsys):
     """Before anything is measured."""
     assert cli.main(["regress", "-s", "64", "-d", "12", "--device", "cpu", "--no-progress"]) == 2

@@ -151,6 +151,28 @@ print(counter.get_total_flops())
     assert process.stdout.strip() == str(4 * 8 * 2 * 16), process.stderr
 
 
+def test_flops_are_counted_of_a_first_use_inside_the_counter():
+    """`import flashtile` alone registers no op, and a counter copies what it finds when it is made."""
+    code = """
+import torch
+import flashtile
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    flashtile.attention(*torch.randn(3, 1, 4, 2, 8).unbind(0))
+print(counter.get_total_flops())
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert process.stdout.strip() == str(4 * 8 * 2 * 16), process.stderr
+
+
+def test_flops_of_used_tokens():
+    cu_seqlens, used = torch.tensor([0, 5, 14], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        flashtile.attention_varlen(*torch.randn(3, 14, 2, 16).unbind(0), cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens,
+                                   max_seqlen_q=9, max_seqlen_k=9, seqused_q=used, seqused_k=used)  # fmt: skip
+    assert counter.get_total_flops() == 4 * 16 * 2 * (4 + 9)
+
+
 def test_flops_of_packed_sequences():
     """Those of the lengths, where they can be read; else those of sequences that are all as long as the longest."""
     cu_seqlens = torch.tensor([0, 5, 14], dtype=torch.int32)

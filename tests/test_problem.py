@@ -74,6 +74,15 @@ def test_work_of_a_call():
     assert problem.bytes_moved("fwd_bwd") == problem.bytes_moved("fwd") + problem.bytes_moved("bwd")
 
 
+def test_keys_that_a_window_hides_are_not_read():
+    """Two queries at the end of 100 keys see 6 of them; their gradients are written whole."""
+    q, kv = torch.zeros(1, 2, 1, 8), torch.zeros(1, 100, 1, 8)
+    problem = describe(q=q, k=kv, v=kv, window=(4, 0))
+    rows, lse = 4 * 2 * 8, 4 * 2
+    assert problem.bytes_moved("fwd") == 2 * rows + 2 * 4 * 6 * 8 + lse
+    assert problem.bytes_moved("bwd") == 4 * rows + 2 * 4 * (6 + 100) * 8 + lse
+
+
 # Description
 
 

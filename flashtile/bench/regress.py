@@ -149,7 +149,6 @@ def interleaved(baseline: Version, against: Version, cases, modes, *, device, se
 
     settings: engine.Settings; its rounds are those of all pairs of processes together, rep_ms of one mode and version.
     """
-    timer = measure.resolve_timer(settings.timer, device)
     rows = [Row(case, mode) for case in cases for mode in engine.list_of_modes(modes)]
     order, rounds = random.Random(settings.seed), max(2, math.ceil(settings.rounds / processes))
     block_ms = (settings.rep_ms or 90.0) / settings.rounds
@@ -160,6 +159,7 @@ def interleaved(baseline: Version, against: Version, cases, modes, *, device, se
                     continue
                 label = f"processes {pair + 1} of {processes}: {row.case.label()} {row.mode}"
                 say(f"{label}: first calls, checking")
+                timer = measure.resolve_timer(settings.timer, device, row.mode)
                 asked = {"prepare": row.case.config(), "mode": row.mode, "seed": settings.seed, "timer": timer,
                          "l2": settings.l2, "check": settings.check and pair == 0, "device": str(device)}  # fmt: skip
                 # One after the other: they share the GPU's memory and the CPU's cores.

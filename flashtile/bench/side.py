@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 # flashtile comes from argv[1]; flashtile.bench from argv[2], so that both sides are measured by the same code.
@@ -100,16 +101,19 @@ def _prepare(order):
 
     attend = peers.load("flashtile", str(device))
 
-    def forward():
+    def forward(case=case):
         return attend(*leaves, case)
 
     def forward_backward():
         return torch.autograd.grad(forward(), leaves, dout)
 
-    out = forward()
-    grads = torch.autograd.grad(out, leaves, dout, retain_graph=mode == "bwd") if mode != "fwd" else None
+    def with_gradients(out, retain=False):
+        return out, torch.autograd.grad(out, leaves, dout, retain_graph=retain) if mode != "fwd" else None
+
+    out, grads = with_gradients(forward(), retain=mode == "bwd")
     if order["check"]:
-        accuracy = gate.make(case, (q, k, v, dout)).check(out, grads)
+        checked = with_gradients(forward(replace(case, dropout=0.0))) if case.dropout else (out, grads)
+        accuracy = gate.make(case, (q, k, v, dout)).check(*checked)
         if not accuracy.passed:
             return None, {"status": "mismatch", "reason": gate.describe_mismatch(accuracy)}
     fn = {"fwd": forward, "fwd_bwd": forward_backward}.get(mode)

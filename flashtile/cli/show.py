@@ -281,8 +281,7 @@ def ncu_summary(console, kernels, case, mode) -> None:
                 words.append(f"{name} {value:.0f}{'' if name in ('registers', 'blocks') else ' %'}")
         console.print("  " + "   ".join(words))
         console.print(f"  bound by: [bold]{kernel.bound()}[/]")
-    problem = case.problem()
-    intensity = problem.flops(mode) / problem.bytes_moved(mode)
+    intensity = case.flops(mode) / case.problem().bytes_moved(mode)
     if intensity > 100:
         console.print(f"\n[dim]{intensity:.0f} FLOP a byte: little DRAM traffic is as it should be; look at the pipes[/]")
 

@@ -4,7 +4,7 @@
 //   softmax  p = softmax of each row, in place   a block a row
 //   output   out_i = sum over j of p[i][j] v_j   a thread an element of out
 //
-// Cost: seqlen^2 numbers a head written once and read three times, and seqlen^2 numbers of memory: 1 GiB for 16 heads of 4096.
+// Cost: seqlen^2 numbers a head written twice and read four times, and seqlen^2 numbers of memory: 1 GiB for 16 heads of 4096.
 // But what limits it is the first kernel: each of its products needs two loads, and only the L1 cache spares it most of them.
 //
 // Arguments: HEAD_DIM, IS_CAUSAL; TILE_M x TILE_N threads a block. Tensors are (batch, seqlen, heads, HEAD_DIM), fp32.
