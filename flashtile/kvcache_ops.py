@@ -119,9 +119,8 @@ def _autocast(operands):
 
 
 def _differentiable(tensors):
-    """Whether a gradient is asked of the tensors that a model makes."""
-    q, _, _, k, v = tensors[:5]
-    return q.requires_grad or k is not None and (k.requires_grad or v.requires_grad)
+    """Whether a gradient is asked of one of them."""
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def _lengths(operands):

@@ -595,6 +595,26 @@ def test_combine_interpreted(splits):
     torch.testing.assert_close((out, lse), expected)
 
 
+def test_combine_of_no_parts():
+    pytest.importorskip("triton")
+    from flashtile.device import combine
+
+    out_partial, lse_partial = torch.empty(0, 2, 3, 4, 16), torch.empty(0, 2, 4, 3)
+    with poisoned_memory():
+        launched = torch.empty(2, 3, 4, 16), torch.empty(2, 4, 3)
+    combine.launch(out_partial, lse_partial, *launched)
+    for out, lse in (launched, flashtile.combine(out_partial, lse_partial)):
+        assert out.eq(0).all() and lse.eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "alibi_slopes", "sinks"])
+def test_a_repeated_call_asks_for_gradients_as_the_first_one_does(name):
+    """Of every tensor: what is kept of a call under no_grad knows nothing of it."""
+    operands = CacheOperands(*torch.zeros(3, 1))
+    assert not kvcache_ops._differentiable(operands)
+    assert kvcache_ops._differentiable(operands._replace(**{name: torch.zeros(1, requires_grad=True)}))
+
+
 def test_combine_says_what_is_wrong():
     out, lse = partials(2)
     with pytest.raises(ShapeError, match=r"lse_partial: expected shape \(2, 2, 3, 5\)"):

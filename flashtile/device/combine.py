@@ -41,6 +41,10 @@ def launch(out_partial, lse_partial, out, lse, launch=launch_now, chained=False)
     splits, batch, seqlen_q, heads, dim = out_partial.shape
     if not out.numel():
         return
+    if splits == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        return
     out_rows = rows_of(out_partial[0])
     lse_rows = Rows(lse_partial, lse_partial.stride(1), lse_partial.stride(3), lse_partial.stride(2))
     num_rows = batch * seqlen_q * heads
