@@ -196,7 +196,7 @@ def flash_attn_with_kvcache(
     if cu_seqlens_q is not None:
         cu_seqlens_q = unstrided(cu_seqlens_q)
     if rotary_cos is not None and window != (None, None):
-        seqlen_q = as_int(max_seqlen_q) if cu_seqlens_q is not None else q.shape[-3]
+        seqlen_q = as_int(max_seqlen_q) if cu_seqlens_q is not None else q.shape[1]
         window = _cache_window(window_size, _slots(k_cache, page_table), seqlen_q)
     if cache_leftpad is not None:
         cache_leftpad = unstrided(cache_leftpad)
