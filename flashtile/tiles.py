@@ -748,8 +748,7 @@ def _many_heads(problem, num_sms) -> bool:
     """
     dim, num_heads = max(problem.head_dim, problem.head_dim_v), problem.num_heads_kv
     least = 32 if dim > 80 and dim % 16 == 0 else 16
-    return (problem.cache_dtype.itemsize == 2 and num_heads % 4 == 0 and num_heads >= least
-            and dim <= 160 and dim not in (64, 128))  # fmt: skip
+    return problem.cache_dtype.itemsize == 2 and num_heads >= least and dim <= 160 and dim not in (64, 128)
 
 
 def _below_256(problem, num_sms) -> bool:
@@ -799,8 +798,8 @@ DECODE = (
     DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
-    DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
-    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
+    DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
     # With 4 rows as fast as shares
     DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_BOTH, pages=2),
@@ -879,6 +878,7 @@ def decode_config(problem, device) -> DecodeConfig | None:
             row.arch in (device.arch, device.name, "")
             and block_dim <= row.block_dim
             and itemsize <= row.itemsize
+            and problem.num_heads_kv % row.config.heads == 0
             and (row.max_rows is None or rows <= row.max_rows)
             and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
             # lengths are on the device

@@ -115,7 +115,7 @@ def candidates(kernel, problem, device) -> list:
         kinds = {}, {"one_loop": False}, {"whole": True}
         found = [DecodeConfig(DECODE_ROWS, *config, **kind) for config in DECODE_CANDIDATES.get(columns, []) for kind in kinds]
         if problem.num_heads_kv % HEADS_AT_ONCE == 0:
-            found += [DecodeConfig(DECODE_ROWS, *config, one_loop=False, heads=HEADS_AT_ONCE) for config in HEADS_CANDIDATES]
+            found += [DecodeConfig(DECODE_ROWS, *config, heads=HEADS_AT_ONCE) for config in HEADS_CANDIDATES]
         return found
     columns = sum(tiles.blocks_of(dim, problem.dtype.itemsize, tiles.is_narrow(problem, device)))
     table = (MMA_SYNC_CANDIDATES if tiles.by_mma_sync(device) else CANDIDATES)[kernel]

@@ -161,8 +161,8 @@ def _parts(problem, config, device):
 
     plan = plan_parts(problem, config, device.num_sms or 1)
     if plan.balanced:
-        side = plan.side * config.heads
-        side = f", {side} heads side by side" if side > 1 else ""
+        heads = plan.side * config.heads
+        side = f", {heads} heads side by side" if heads > 1 else ""
         merger = "the last to end" if plan.chunk else "a second kernel"
         return f"{plan.num_programs} programs share the keys of all sequences evenly{side}; {merger} merges what was cut"
     return f"{plan.num_programs} programs, each with all keys of {config.tile_m} rows (queries of the heads of a group)"

@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q = unstrided(cu_seqlens_q)
     if rotary_cos is not None and window != (None, None):
         seqlen_q = as_int(max_seqlen_q) if cu_seqlens_q is not None else q.shape[1]
-        window = _cache_window(window_size, _slots(k_cache, page_table), seqlen_q)
+        window = _cache_window(window, _slots(k_cache, page_table), seqlen_q)
     if cache_leftpad is not None:
         cache_leftpad = unstrided(cache_leftpad)
     try:
@@ -305,11 +305,11 @@ def _window(window_size):
     return tuple(None if side < 0 else min(side, INT32_MAX) for side in _sides(window_size))
 
 
-def _cache_window(window_size, slots, seqlen_q):
-    """The same where it makes a difference, of queries whose rotation depends on whether there is one."""
+def _cache_window(window, slots, seqlen_q):
+    """A window of `_window` whose sides are None where they are unbounded: queries are rotated by whether there is one."""
     # Without a length kvcache_problem.py refuses the call
     limits = slots - 1, seqlen_q - 1 if is_int(seqlen_q) else None
-    return tuple(None if side is None else _unless_all(side, limit) for side, limit in zip(_window(window_size), limits))
+    return tuple(None if side is None else _unless_all(side, limit) for side, limit in zip(window, limits))
 
 
 def _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):

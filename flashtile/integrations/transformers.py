@@ -108,8 +108,9 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
         # A static cache is longer than what it holds
         k, v = k[:, : attention_mask.shape[1]], v[:, : attention_mask.shape[1]]
         padding = _padding(attention_mask) if shown.padded else None
-        _check_width(attention_mask, q, k, padding, options)
-        if padding is not None and not padding.is_full:
+        is_padded = padding is not None and not padding.is_full
+        _check_shape(attention_mask, q, k, is_padded, options["causal"] or options["window"] != (None, None))
+        if is_padded:
             if padding.left is not None and not remembers and not dropout:
                 return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options)
             return _attend_without_padding(q, k, v, padding, options | training)
@@ -129,14 +130,14 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
     return api.attention(q, k, v, **options, **training)
 
 
-def _check_width(mask, q, k, padding, options):
-    """k: of no more keys than the mask has columns."""
+def _check_shape(mask, q, k, is_padded, is_masked):
+    """k: of no more keys than the mask has columns. is_masked: what a query sees depends on its place."""
     expected = None
-    if mask.shape[1] > k.shape[1] and padding is not None and not padding.is_full:
+    if is_padded and mask.shape[1] > k.shape[1]:
         expected = f"at most {k.shape[1]} columns, one for each key"
-    elif mask.shape[1] < q.shape[1] and (options["causal"] or options["window"] != (None, None)):
+    elif is_masked and mask.shape[1] < q.shape[1]:
         expected = f"at least {q.shape[1]} columns, one for each query"
-    elif mask.shape[0] != q.shape[0] and padding is not None and not padding.is_full:
+    elif is_padded and mask.shape[0] != q.shape[0]:
         expected = f"{q.shape[0]} rows, one for each sequence"
     if expected:
         raise ShapeError(explain("attention_mask", expected, shape_of(mask)))

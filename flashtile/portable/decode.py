@@ -168,7 +168,7 @@ def _row_tile(number, window, num_tiles, num_heads_kv):
 
 @triton.jit
 def _heads(head, HEADS: tl.constexpr):
-    """The key-value heads of a program, (HEADS, 1), where they count as one; of one the number itself."""
+    """The HEADS numbers, (HEADS, 1), of what counts as one: heads of a program, or their slots; of one the number itself."""
     if HEADS == 1:
         return head
     else:
@@ -608,7 +608,7 @@ def merge_parts(
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
 
-    LIVE: of a head there are at most so many.
+    LIVE: of each of several heads there are at most so many.
 
     With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
     shares, for the row tile that the first of its borders cuts.
@@ -712,7 +712,9 @@ class Call:
             # So few that all parts are there at once
             columns = min(columns, max(LEAST_COLUMNS, ELEMENTS // triton.next_power_of_2(plan.parts)))
         chunk = chunk_of(rows_at_once, columns, plan.parts)
-        self.merge_constexprs |= {"BY_TILE": by_tile, "LIVE": rows, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
+        # Of one head all rows count, or the kernel would be compiled for each number of them
+        live = rows if config.heads > 1 else config.tile_m
+        self.merge_constexprs |= {"BY_TILE": by_tile, "LIVE": live, "ROWS": rows_at_once, "COLUMNS": columns, "CHUNK": chunk}
         self.grid = (plan.num_programs,)
         self.merge_grid = (row_tiles if by_tile else plan.num_programs, triton.cdiv(config.heads * rows, rows_at_once),
                            self.constexprs["COLUMNS"] // columns)  # fmt: skip
