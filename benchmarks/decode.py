@@ -1,12 +1,14 @@
 """Decoding on a key-value cache against SDPA's cuDNN backend, FlashAttention-3 and -4 where installed, and the copy rate.
 
-    python benchmarks/decode.py OUT.json [--commit HASH] [--rounds 7]
+    python benchmarks/decode.py OUT.json [--fp8] [--commit HASH] [--rounds 7]
 
 One query token a sequence, head dim 128 unless a row says another, bf16, random data. Every call is replayed from a CUDA graph
 with a cold L2 cache; all implementations of a row take turns in rounds, and a row has the medians. TB/s counts the bytes of
 the keys and values in use. Lines that FlashAttention-3 and -4 ask the cache to keep are given up before each turn
 (`measure.demote_kept_lines`): else the others find some of the keys and values that they share with them in it.
 FlashAttention-4 has no call for caches here: it is given the keys and values as such. A peer that fails is left out of its row.
+
+--fp8: caches of e4m3, beside flashtile's of bf16. FlashAttention-3 is given queries of e4m3 too: it takes no others there.
 """
 
 import argparse
@@ -36,6 +38,13 @@ ROWS = [
     # A GPU's share of a model that is split by heads; other models
     (1, 8192, 8, 1, (64,)), (1, 32768, 8, 1, (64,)), (8, 2048, 8, 1, (64,)), (1, 8192, 28, 4, (64,)),
     (32, 4096, 64, 8, (64,), 64), (32, 4096, 32, 32, (64,), 96), (8, 2048, 16, 8, (64,), 256),
+]  # fmt: skip
+FP8_ROWS = [
+    (1, 512, 32, 8, (64,)), (1, 8192, 32, 8, (16, 64)), (1, 32768, 32, 8, (64,)), (1, 131072, 32, 8, (64,)),
+    (8, 512, 32, 8, (64,)), (16, 2048, 32, 8, (64,)), (16, 8192, 32, 8, (1, 16, 64)), (64, 8192, 32, 8, (16, 64)),
+    (128, 1024, 32, 32, (64,)), (1, 32768, 8, 1, (64,)), (64, 8192, 8, 1, (64,)), (64, 8192, 8, 2, (64,)),
+    (32, 4096, 64, 8, (64,), 64), (32, 4096, 32, 32, (64,), 64), (32, 4096, 16, 16, (64,), 72), (32, 4096, 32, 32, (64,), 96),
+    (16, 8192, 32, 8, (64,), 192), (32, 4096, 16, 8, (64,), 256),
 ]  # fmt: skip
 
 
@@ -82,9 +91,50 @@ def implementations(batch, length, heads, heads_kv, page_sizes, dim=DIM):
     return functions, sum(x.numel() * x.element_size() for x in cache)
 
 
+def fp8_implementations(batch, length, heads, heads_kv, page_sizes, dim=DIM):
+    """As `implementations`, of caches of e4m3."""
+    lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+    return _over_fp8(lengths, length, heads, heads_kv, page_sizes, dim), 2 * batch * length * heads_kv * dim
+
+
+def _over_fp8(lengths, capacity, heads, heads_kv, page_sizes, dim=DIM):
+    batch = len(lengths)
+    q = normal(batch, 1, heads, dim)
+    cache = [normal(batch, capacity, heads_kv, dim).to(torch.float8_e4m3fn) for _ in range(2)]
+    wide = [x.bfloat16() for x in cache]
+    descale = torch.ones(batch, heads_kv, device="cuda")
+    functions = {
+        "flashtile": lambda: attention_with_kvcache(q, *cache, cache_seqlens=lengths, k_descale=descale, v_descale=descale),
+        "flashtile bf16": lambda: attention_with_kvcache(q, *wide, cache_seqlens=lengths),
+    }
+    for size in page_sizes:
+        pages, table = in_pages(cache, size)
+        functions[f"flashtile page {size}"] = lambda pages=pages, table=table: attention_with_kvcache(
+            q, *pages, cache_seqlens=lengths, block_table=table, k_descale=descale, v_descale=descale)  # fmt: skip
+    expected = functions["flashtile bf16"]().float()
+    for name, function in functions.items():
+        if name != "flashtile bf16":
+            torch.testing.assert_close(function().float(), expected, rtol=2e-2, atol=2e-3)
+    fa3 = load_fa3()
+    if fa3:
+        narrow = q.to(torch.float8_e4m3fn)
+        functions["fa3"] = lambda: fa3.flash_attn_with_kvcache(
+            narrow, *cache, cache_seqlens=lengths, q_descale=descale, k_descale=descale, v_descale=descale)  # fmt: skip
+    return functions
+
+
+def fp8_ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
+    lengths = _log_uniform(batch, longest)
+    return _over_fp8(lengths, longest, heads, heads_kv, (page_size,)), int(lengths.sum()) * heads_kv * 2 * DIM
+
+
+def _log_uniform(batch, longest):
+    return (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
+
+
 def ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
     """Lengths log-uniform from 1 to `longest`, in a cache of rows and in pages."""
-    lengths = (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
+    lengths = _log_uniform(batch, longest)
     q, cache = normal(batch, 1, heads, DIM), [normal(batch, longest, heads_kv, DIM) for _ in range(2)]
     pages, table = in_pages(cache, page_size)
     functions = {
@@ -166,24 +216,28 @@ def host_us(function, calls=100, repeats=5):
     return round(min(times), 2)
 
 
-def parsed(doc):
-    """The arguments of a script that takes OUT.json, --commit and --rounds."""
+def parsed(doc, *flags):
+    """The arguments of a script that takes OUT.json, --commit, --rounds, and flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--commit", help="commit to record where there is no .git")
     parser.add_argument("--rounds", type=int, default=7)
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     return parser.parse_args()
 
 
 def main():
-    arguments = parsed(__doc__)
+    arguments = parsed(__doc__, "--fp8")
     torch.manual_seed(0)
     copy_tbps = copy_rate(arguments.rounds)
+    command = "python benchmarks/decode.py" + " --fp8" * arguments.fp8
     document = {"env": record.environment(torch.device("cuda", 0), arguments.commit), "copy_tbps": round(copy_tbps, 3),
-                "command": "python benchmarks/decode.py", "rounds": arguments.rounds, "rows": []}  # fmt: skip
+                "command": command, "rounds": arguments.rounds, "rows": []}  # fmt: skip
+    rows, of_row, of_all = (FP8_ROWS, fp8_implementations, fp8_ragged) if arguments.fp8 else (ROWS, implementations, ragged)
     cells = [(dict(batch=b, length=n, nheads=h, nheads_kv=kv, headdim=dim[0] if dim else DIM),
-              lambda row=(b, n, h, kv, pages, *dim): implementations(*row)) for b, n, h, kv, pages, *dim in ROWS]  # fmt: skip
-    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8, headdim=DIM), ragged))
+              lambda row=(b, n, h, kv, pages, *dim): of_row(*row)) for b, n, h, kv, pages, *dim in rows]  # fmt: skip
+    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8, headdim=DIM), of_all))
     for config, make in cells:
         functions, kv_bytes = make()
         us = medians(all_captured(functions), arguments.rounds)

@@ -122,18 +122,28 @@ def batch_scaling(record, name) -> str:
 @of_record("decode.json")
 def decode(record, name) -> str:
     """Decode steps: microseconds, and the bandwidth that the cache is read with."""
+    return _decode(record, name, {"flashtile page 64": "pages of 64", "sdpa-cudnn": "SDPA cuDNN", "fa3": "FA3", "fa4": "FA4"})
+
+
+@of_record("decode-fp8.json")
+def decode_fp8(record, name) -> str:
+    return _decode(record, name, {"flashtile page 64": "pages of 64", "flashtile bf16": "a cache of bf16", "fa3": "FA3"})
+
+
+def _decode(record, name, others) -> str:
+    """others: names of columns, by implementation."""
     lines = []
     for row in record["rows"]:
         c, us = row["config"], row["us"]
         if "flashtile" not in us:
             continue
         speed = row["kv_bytes"] / us["flashtile"] / 1e6
-        peers = [f"{us[peer]:.1f}" if peer in us else "-" for peer in ("flashtile page 64", "sdpa-cudnn", "fa3", "fa4")]
+        peers = [f"{us[peer]:.1f}" if peer in us else "-" for peer in others]
         lines.append([c["batch"], c["length"], f"{c['nheads']}/{c['nheads_kv']}", c.get("headdim", 128),
                       f"{row['kv_bytes'] / 1e6:.0f}",
                       f"{us['flashtile']:.1f}", f"{speed:.2f}", f"{row['of_copy']['flashtile']:.0%}", *peers])  # fmt: skip
     header = ["batch", "cache length", "heads", "head dim", "MB of keys and values", "flashtile, µs", "TB/s", "of a plain copy",
-              "pages of 64, µs", "SDPA cuDNN, µs", "FA3, µs", "FA4, µs"]  # fmt: skip
+              *(f"{column}, µs" for column in others.values())]  # fmt: skip
     caption = (f"A plain copy: {record['copy_tbps']:.2f} TB/s, read and written; reading alone can be faster. "
                f"Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
     return f"{caption}\n\n{markdown(header, lines)}"
@@ -491,6 +501,7 @@ TABLES = {
     "peer-tests": peer_tests,
     "attention-counters": attention_counters,
     "decode": decode,
+    "decode-fp8": decode_fp8,
     "page-cost": page_cost,
     "prefill-page-cost": prefill_page_cost,
     "mla": mla,

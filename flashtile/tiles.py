@@ -258,11 +258,14 @@ def blocks_of(head_dim: int, itemsize: int, narrow: bool) -> tuple[int, int]:
     return block // 2, max(32 if narrow else 64, live - block // 2)
 
 
-def decode_blocks_of(head_dim: int, rows: int, heads: int = 1) -> tuple[int, int]:
-    """The same of a tile over a cache, of so many rows. Of one head two blocks are slower where 96 columns of 128 live."""
+def decode_blocks_of(head_dim: int, rows: int, heads: int = 1, in_pairs: bool = False) -> tuple[int, int]:
+    """The same of a tile over a cache, of so many rows. Of one head two blocks are slower where 96 columns of 128 live.
+
+    in_pairs: it is multiplied as two tiles with half of the columns each, of which the warps of one head then share 32 or more.
+    """
     if head_dim <= 64 or 80 < head_dim <= 96 and heads == 1:
         return padded_dim(head_dim, 2), 0
-    return blocks_of(head_dim, 2, narrow=rows < ROWS_OF_WGMMA)
+    return blocks_of(head_dim, 2, narrow=rows < ROWS_OF_WGMMA and not (in_pairs and heads == 1))
 
 
 def box_columns(live: int, block: int) -> int:
@@ -703,8 +706,9 @@ class DecodeRow(NamedTuple):
     """One entry: the largest padded head dim and element size, the most rows it is for, the arch or the name of a device, and
     where it comes from.
 
-    pages: the most pages that a tile may fill, where it holds pages. when: a function of (problem, number of SMs) that tells
-    whether it is for a call; such a row is not for calls with a fixed num_splits, whose results depend on no other sequence.
+    fp8: for caches of 8 bits alone. pages: the most pages that a tile may fill, where it holds pages. when: a function of
+    (problem, number of SMs) that tells whether it is for a call; such a row is not for calls with a fixed num_splits, whose
+    results depend on no other sequence.
     """
 
     block_dim: int
@@ -717,6 +721,7 @@ class DecodeRow(NamedTuple):
     source: str = ""
     pages: int | None = None
     when: Callable | None = None
+    fp8: bool = False
 
 
 def _few_keys(problem, num_sms) -> bool:
@@ -744,11 +749,20 @@ def _many_heads(problem, num_sms) -> bool:
     """Whether several heads for the warps of a program are faster than one for all, whatever the lengths are.
 
     Not with 64 or 128 columns, where one head is as fast; nor with fewer heads of keys, where ragged lengths make it slower,
-    see docs/kernels/decode.md. fp8 was not tried.
+    see docs/kernels/decode.md.
     """
     dim, num_heads = max(problem.head_dim, problem.head_dim_v), problem.num_heads_kv
     least = 32 if dim > 80 and dim % 16 == 0 else 16
     return problem.cache_dtype.itemsize == 2 and num_heads >= least and dim <= 160 and dim not in (64, 128)
+
+
+def _eight_heads(problem, num_sms) -> bool:
+    """Of fp8 several heads are as fast as one, and faster where lengths differ; of two heads, one has 70 us for 82."""
+    return problem.num_heads_kv >= 8
+
+
+def _eight_heads_of_96(problem, num_sms) -> bool:
+    return problem.num_heads_kv >= 8 and 80 < max(problem.head_dim, problem.head_dim_v) <= 96
 
 
 def _below_256(problem, num_sms) -> bool:
@@ -787,6 +801,7 @@ def _many_row_tiles(problem, num_sms) -> bool:
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SINGLE = "single runs on an H200, see docs/kernels/decode.md"
 _DECODE_HEADS = "benchmarks/results/nvidia-h200/head-dims-decode.json; others single runs, see docs/kernels/decode.md"
+_DECODE_FP8 = "benchmarks/results/nvidia-h200/decode.json; others single runs, see docs/kernels/decode.md"
 _DECODE_BOTH = "single runs on an H100 and an H200, see docs/kernels/decode.md"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in shared memory, of 99 KiB but for one; not measured"
 _DECODE_OLDER = "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions on an H200"
@@ -798,6 +813,11 @@ DECODE = (
     DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_FP8, when=_eight_heads_of_96, fp8=True),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 32, 2, 3, 4, heads=2), "sm_90", _DECODE_FP8, when=_eight_heads, fp8=True),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
+    DecodeRow(128, 2, 32, DecodeConfig(32, 64, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
     DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
     DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
     # With 4 rows as fast as shares
@@ -862,10 +882,13 @@ def cuts_keys(problem, device) -> bool:
 
 def decode_fits(config, problem, device) -> bool:
     """Whether the tiles of a CacheProblem fit in a block's shared memory."""
-    itemsize = max(problem.cache_dtype.itemsize, problem.out_dtype.itemsize)
-    blocks = (padded_dim(dim, 2) for dim in (problem.head_dim, problem.head_dim_v))
+    itemsize, of_out = problem.cache_dtype.itemsize, problem.out_dtype.itemsize
+    blocks = [padded_dim(dim, 2) for dim in (problem.head_dim, problem.head_dim_v)]
     tile = replace(config, tile_n=config.heads * config.tile_n)
-    return shared_bytes("forward", tile, *blocks, itemsize) <= device.smem_bytes
+    # fp8 becomes fp16 in registers, of which wgmma takes none for a right operand
+    in_fp16 = tile.tile_n * sum(blocks) if config.tile_m >= ROWS_OF_WGMMA else 0
+    more = (of_out - itemsize) * config.tile_m * blocks[0] + (of_out > itemsize) * of_out * in_fp16
+    return shared_bytes("forward", tile, *blocks, itemsize) + more <= device.smem_bytes
 
 
 def decode_config(problem, device) -> DecodeConfig | None:
@@ -880,6 +903,7 @@ def decode_config(problem, device) -> DecodeConfig | None:
             and itemsize <= row.itemsize
             and problem.num_heads_kv % row.config.heads == 0
             and (row.max_rows is None or rows <= row.max_rows)
+            and (not row.fp8 or problem.cache_dtype.itemsize == 1)
             and (row.pages is None or not problem.page_size or 0 < problem.pages_of_tile(row.config.tile_n) <= row.pages)
             # lengths are on the device
             and (row.when is None or not problem.num_splits and row.when(problem, device.num_sms))

@@ -363,6 +363,8 @@ FP8_CASES = [
     CacheCase("fp8_cache", fp8="cache", descale=True),
     CacheCase("fp8_all", fp8="all", descale=True, seqlen_q=3, causal=True, page_size=16),
     CacheCase("fp8_no_descale", fp8="cache", head_dim=128, page_size=64, capacity=192, lengths=(64, 65, 180)),
+    CacheCase("fp8_dim_96", fp8="cache", descale=True, head_dim=96, alibi="heads", softcap=20.0, sinks=True, page_size=8),
+    CacheCase("fp8_dim_72_window", fp8="cache", head_dim=72, seqlen_q=5, causal=True, window=(20, 0), lengths=(90, 5, 64)),
     CacheCase("fp8_append", fp8="cache", descale=True, new=2, seqlen_q=2, causal=True, lengths=(37, 0, 90), rotary_dim=64),
     CacheCase("fp8_append_all", fp8="all", new=1, lengths=(37, 0, 90), page_size=3),
 ]

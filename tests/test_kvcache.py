@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import flashtile
 from flashtile import dispatch, hardware, kvcache_ops, tiles
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
-from flashtile.kvcache_problem import CacheOperands, CacheOptions, CacheProblem
+from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem
 from flashtile.reference import naive
 
 CPU_DTYPES = [torch.float32, torch.float64]
@@ -55,6 +55,35 @@ def test_portable_interpreted(name, monkeypatch):
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     with poisoned_memory():
         check_cache(BY_NAME[name], torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("case", [case for case in FP8_CASES if not case.new], ids=lambda case: case.name)
+def test_portable_interpreted_fp8(case, heads, monkeypatch):
+    """Values as pairs of columns; of several heads too."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    call = decode.Call
+    if heads > 1:
+        config = tiles.DecodeConfig(16, 16, 4, 2, 1, one_loop=False, heads=heads)
+        monkeypatch.setattr(decode, "Call", lambda problem, _, *rest: call(problem, config, *rest))
+        case = replace(case, heads=2 * case.heads, heads_kv=2 * case.heads_kv)
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(case, torch.float16)
+
+
+def test_values_of_fp8_at_odd_addresses_are_not_taken_in_pairs(monkeypatch):
+    """Two columns in one number of 16 bits would be read across its border."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 4, 32, generator=generator).half()
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+    k, v = (torch.randn(2, 24, 2, 33, generator=generator).to(FP8)[..., 1:] for _ in range(2))
+    out = flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert torch.equal(out, flashtile.attention_with_kvcache(q, k.contiguous(), v.contiguous(), cache_seqlens=lengths))
 
 
 @pytest.mark.parametrize("chunk", [8, 2])
@@ -311,7 +340,9 @@ def test_which_calls_have_several_heads_of_a_program():
     assert heads(80, heads_kv=16) == heads(104, heads_kv=16) == heads(96, page_size=1) == 4
     # few keys, few heads of keys, a fixed order, fp8, another GPU
     assert heads(80, batch=1) == heads(80, heads_kv=8) == heads(96, heads_kv=16) == heads(80, num_splits=4) == 1
-    assert heads(80, cache_dtype=torch.float8_e4m3fn) == heads(80, device="A100") == 1
+    assert heads(80, device="A100") == 1
+    assert [heads(80, heads_kv=n, cache_dtype=FP8) for n in (4, 8, 32)] == [1, 2, 2]
+    assert heads(96, cache_dtype=FP8) == 4
 
 
 def test_pages_of_tile():

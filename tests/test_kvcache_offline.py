@@ -47,8 +47,10 @@ def calls(arch):
     # On Hopper several heads of a program
     many_heads = product(((torch.bfloat16,) * 2,), (160, 96, 40, 120), (32,), (1,), (64, 1), ((32, 4096),),
                          hardware.DEVICES.values())  # fmt: skip
-    for (dtype, cache_dtype), dim, heads, seqlen_q, page_size, (batch, capacity), device in chain(small, many_heads):
-        if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or dim > 128 or seqlen_q > 1):
+    fp8 = product(((torch.bfloat16, FP8),), (128, 256, 192, 96, 72), (8,), (1, 8), (64, 1), ((32, 4096),),
+                  hardware.DEVICES.values())  # fmt: skip
+    for (dtype, cache_dtype), dim, heads, seqlen_q, page_size, (batch, capacity), device in chain(small, many_heads, fp8):
+        if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or seqlen_q > 8):
             continue
         # one query comes with one new key, rotated
         new = int(seqlen_q == 1 and dim == 128)
@@ -179,7 +181,8 @@ def test_rows_compile_without_spills(arch):
             return spills.allowed(name, MAX_SPILL_MERGING)
         if name.startswith("d160") and "heads=4" in name:
             return MAX_SPILL_HEADS
-        return spills.allowed(name, MAX_SPILL_64_ROWS if name.startswith("d256 bfloat16 bfloat16 64") else MAX_SPILL)
+        many_rows = name.startswith("d256 bfloat16") and "tile_m=64" in name
+        return spills.allowed(name, MAX_SPILL_64_ROWS if many_rows else MAX_SPILL)
 
     wrong = [row for row in rows if row["spill_bytes"] > budget(row["name"])]
     wrong += [row for row in rows if row["shared_bytes"] > row["smem_bytes"]]

@@ -6,7 +6,7 @@ See `tiles.blocks_of`. REST: columns of the second block, or 0.
 import triton
 import triton.language as tl
 
-from flashtile.device.numerics import dot
+from flashtile.device.numerics import dot, power_of_two, split_pairs
 from flashtile.device.tensors import load_tile, store_tile
 
 
@@ -78,3 +78,47 @@ def dot_add(a, b, acc, dtype: tl.constexpr):
     for i in tl.static_range(len(b)):
         results = results + (dot(a.to(dtype), b[i].to(dtype), acc[i]),)
     return results
+
+
+@triton.jit
+def twice(blocks):
+    """Each of blocks twice, one after the other."""
+    results = ()
+    for i in tl.static_range(len(blocks)):
+        results = results + (blocks[i], blocks[i])
+    return results
+
+
+@triton.jit
+def unpaired(blocks):
+    """fp16 of blocks of int16, which hold two e4m3 columns each: of each block those of even number, then the others."""
+    results = ()
+    for i in tl.static_range(len(blocks)):
+        results = results + split_pairs(blocks[i])
+    return results
+
+
+@triton.jit
+def paired(blocks):
+    """Whole blocks from what `unpaired` gave."""
+    results = ()
+    for i in tl.static_range(len(blocks) // 2):
+        results = results + (tl.interleave(blocks[2 * i], blocks[2 * i + 1]),)
+    return results
+
+
+@triton.jit
+def in_fp16(blocks):
+    """(blocks in fp16, the power of two that each row must be multiplied with to be what it was).
+
+    The largest number of a row comes to lie between 2**14 and 2**15, so that all within 2**-31 of it keep the bits of bf16.
+    """
+    largest = tl.max(tl.abs(blocks[0].to(tl.float32)), len(blocks[0].shape) - 1, keep_dims=True)
+    for i in tl.static_range(1, len(blocks)):
+        largest = tl.maximum(largest, tl.max(tl.abs(blocks[i].to(tl.float32)), len(blocks[0].shape) - 1, keep_dims=True))
+    # Of inf and nan, and of nothing but zeros, it is any number
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 15) - 141
+    results = ()
+    for i in tl.static_range(len(blocks)):
+        results = results + ((blocks[i].to(tl.float32) * power_of_two(-exponent)).to(tl.float16),)
+    return results, power_of_two(exponent)

@@ -29,7 +29,18 @@ class RowsIn16Bytes(NamedTuple):
     yes: Any = 1
 
 
-def rows_of(x, lse=False) -> Rows | RowsIn16Bytes:
+class RowsIn8Bytes(NamedTuple):
+    """The same of 8 bytes, as 8-bit numbers with a head dim such as 72 have."""
+
+    ptr: Any
+    batch_stride: Any
+    row_stride: Any
+    head_stride: Any
+    yes: Any = 1
+    half: Any = 1
+
+
+def rows_of(x, lse=False) -> Rows | RowsIn16Bytes | RowsIn8Bytes:
     """Pointer and strides of (batch, seqlen, heads, dim), or with lse of (batch, heads, seqlen); packed ones have no batch."""
     strides = x.stride()
     if lse:
@@ -38,21 +49,30 @@ def rows_of(x, lse=False) -> Rows | RowsIn16Bytes:
     batch, row, head = strides[:3] if len(strides) == 4 else (0, *strides[:2])
     if all(stride % 16 == 0 for stride in (batch, row, head)):
         return Rows(x, batch, row, head)
-    in_16_bytes = all(stride * x.element_size() % 16 == 0 for stride in (batch, row, head))
-    return (RowsIn16Bytes if in_16_bytes else Rows)(x, batch, row, head)
+    for num_bytes, kind in ((16, RowsIn16Bytes), (8, RowsIn8Bytes)):
+        if all(stride * x.element_size() % num_bytes == 0 for stride in (batch, row, head)):
+            return kind(x, batch, row, head)
+    return Rows(x, batch, row, head)
 
 
 @triton.jit
 def aligned(x):
-    """Rows x, of which the compiler knows what RowsIn16Bytes says.
+    """Rows x, of which the compiler knows what RowsIn16Bytes or RowsIn8Bytes says.
 
     Of head dims such as 72 it would otherwise load single numbers, and none ahead.
     """
     if len(x) == 4:
         return x
     else:
-        UNIT: tl.constexpr = 128 // x.ptr.dtype.element_ty.primitive_bitwidth
+        UNIT: tl.constexpr = (128 if len(x) == 5 else 64) // x.ptr.dtype.element_ty.primitive_bitwidth
         return Rows(x.ptr, x.batch_stride // UNIT * UNIT, x.row_stride // UNIT * UNIT, x.head_stride // UNIT * UNIT)
+
+
+@triton.jit
+def in_pairs(x):
+    """Rows x of 8-bit numbers as rows of int16, two columns in each. Their strides and address are even."""
+    ptr = x.ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    return Rows(ptr, x.batch_stride // 2, x.row_stride // 2, x.head_stride // 2)
 
 
 class PerHead(NamedTuple):

@@ -18,7 +18,7 @@ def refuses(problem, device, direction) -> str | None:
     if device.arch == "cpu":
         if not (settings.triton_interprets() and "portable" in settings.preferred_tiers()):
             return "needs a GPU, or FLASHTILE_TIER=portable and TRITON_INTERPRET=1"
-        if problem.dtype not in (torch.float16, torch.float32):
+        if problem.dtype not in (torch.float16, torch.float32, torch.float8_e4m3fn):
             return f"Triton's interpreter multiplies float16 and float32 only, not {problem.dtype}"
     elif device.sm < 80:
         return f"needs sm_80 or newer, the device is {device.arch}"
@@ -33,8 +33,11 @@ def refuses(problem, device, direction) -> str | None:
 
 
 def _refuses_decode(problem, device) -> str | None:
-    if torch.float8_e4m3fn in (problem.dtype, problem.cache_dtype) and device.sm < 89:
-        return f"Triton has fp8 (e4m3) from sm_89 on, the device is {device.arch}"
+    if torch.float8_e4m3fn in (problem.dtype, problem.cache_dtype):
+        if device.arch != "cpu" and device.sm < 89:
+            return f"Triton has fp8 (e4m3) from sm_89 on, the device is {device.arch}"
+        if device.arch == "cpu" and problem.appends:
+            return "Triton's interpreter rounds to fp8 (e4m3) in a way of its own"
     if tiles.decode_config(problem, device) is None:
         return f"no tile of the decode kernel fits in {device.smem_bytes >> 10} KiB of shared memory"
     return None

@@ -43,8 +43,8 @@ from flashtile.device.masks import Window
 from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.device.tensors import aligned, head_ptr, inner, per_head_of, per_head_ptr, rows_of, tile_offsets
-from flashtile.kvcache_problem import CacheOperands
+from flashtile.device.tensors import aligned, head_ptr, in_pairs, inner, per_head_of, per_head_ptr, rows_of, tile_offsets
+from flashtile.kvcache_problem import FP8, CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
 from flashtile.tiles import decode_blocks_of, padded_dim
@@ -289,8 +289,8 @@ def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.conste
 @triton.jit
 def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params, scale, slopes,
                  dtype: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. fp8 operands are
-    multiplied in dtype, that of out."""
+    """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. They are multiplied in
+    dtype; v_blocks may be pairs of columns, acc as `blocks.unpaired` has them."""
     score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
                                score_params.prescaled)  # fmt: skip
     cols = col_begin + tl.arange(0, TILE_N)
@@ -301,6 +301,8 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
     logits = scores.logits(logits, rows, tl.arange(0, TILE_N)[None, :], diagonal, slopes, score_params)
     logits = tl.where(masks.visible_keys(tokens[:, None], cols[None, :], lengths, window), logits, NEG_INF)
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
+    if v_blocks[0].dtype == tl.int16:
+        v_blocks = blocks.unpaired(v_blocks)
     return state, blocks.dot_add(p, v_blocks, blocks.scaled(acc, inner(correction)), dtype)
 
 
@@ -413,11 +415,18 @@ def _attend_part(
     begin = tl.maximum(first_tile + part.begin, visible.begin)
     end = tl.minimum(first_tile + part.end, visible.end)
     tokens = (part.m_tile * TILE_M + tl.arange(0, TILE_M)) // GROUP_SIZE
-    dtype: tl.constexpr = out.ptr.dtype.element_ty
-    RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS and HEADS == 1
+    FP8: tl.constexpr = k.ptr.dtype.element_ty == tl.float8e4nv
+    # e4m3 becomes fp16 by one instruction for two numbers, bf16 by six, of which two are slow
+    IN_FP16: tl.constexpr = FP8 and out.ptr.dtype.element_ty == tl.bfloat16
+    dtype: tl.constexpr = tl.float16 if IN_FP16 else out.ptr.dtype.element_ty
+    PAIRS: tl.constexpr = 2 if v.ptr.dtype.element_ty == tl.int16 else 1
+    RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS and HEADS == 1 and not IN_FP16
+    scale = _load_scale(part, score_params, descales)
     if not RELOAD_Q:
         q_blocks = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
-    scale = _load_scale(part, score_params, descales)
+        if IN_FP16:
+            q_blocks, unit = blocks.in_fp16(q_blocks)
+            scale = scale * unit
     slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
     if PAGE_SIZE == 0:
         cache_row = cache.cache_row(layout, part.batch)
@@ -425,7 +434,9 @@ def _attend_part(
         cache_row = part.batch
     nothing = tl.zeros((TILE_M,) if HEADS == 1 else (HEADS, TILE_M), tl.float32)
     state = softmax.OnlineSoftmax(nothing + NEG_INF, nothing)
-    acc = blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32, HEADS)
+    acc = blocks.zeros(TILE_M, BLOCK_DV // PAIRS, REST_DV // PAIRS, tl.float32, HEADS)
+    if PAIRS == 2:
+        acc = blocks.twice(acc)
     page = _pages_of_tile(layout, part.batch, begin, end, lengths, PAGE_SIZE, PAGES, TILE_N)
     for n_tile in tl.range(begin, end):
         # Read a step ahead: the address of the next tile is known when its load begins
@@ -437,10 +448,12 @@ def _attend_part(
         k_blocks = _load_key_blocks(k, cache_row, page, part.head, col_begin, lengths, None, PAGE_SIZE, PAGES, TILE_N, HEAD_DIM,
                                     BLOCK_D, REST_D, WIDE)  # fmt: skip
         v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
-                                    HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)  # fmt: skip
+                                    HEAD_DIM_V // PAIRS, BLOCK_DV // PAIRS, REST_DV // PAIRS, WIDE)  # fmt: skip
         state, acc = _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params,
                                   scale, slopes, dtype, TILE_N)  # fmt: skip
         page = next_page
+    if PAIRS == 2:
+        acc = blocks.paired(acc)
     _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, GROUP_SIZE, TILE_M,
                 HEAD_DIM_V, BLOCK_DV, HEADS)  # fmt: skip
 
@@ -525,7 +538,7 @@ def decode_attention(
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
     HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, V_IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
@@ -544,6 +557,8 @@ def decode_attention(
     if lse is not None:
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * HEADS * GROUP_SIZE)
     q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
+    if V_IN_PAIRS:
+        v = in_pairs(v)
     program = tl.program_id(0)
     if HAS_DEPENDENT:
         chain.allow()
@@ -684,8 +699,11 @@ class Call:
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        (block_d, rest_d), (block_dv, rest_dv) = (decode_blocks_of(dim, config.tile_m, config.heads)
-                                                  for dim in (problem.head_dim, problem.head_dim_v))  # fmt: skip
+        v_in_pairs = _in_pairs(problem, operands.v_cache)
+        (block_d, rest_d), (block_dv, rest_dv) = (
+            decode_blocks_of(dim, config.tile_m, config.heads, in_pairs)
+            for dim, in_pairs in ((problem.head_dim, False), (problem.head_dim_v, v_in_pairs))
+        )
         columns = padded_dim(problem.head_dim_v, 2)
         row_tiles = problem.batch * num_heads_kv * plan.num_tiles
         self.new_partial = scratch(self.partial_rows * (problem.head_dim_v + LSE_COPIES.value), row_tiles if plan.chunk else 0)
@@ -698,12 +716,13 @@ class Call:
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "REST_D": rest_d,
             "BLOCK_DV": block_dv, "REST_DV": rest_dv, "PAGES": problem.pages_of_tile(config.tile_n),
             "TOKENS": tokens_of_tile(config.tile_m, problem.group_size), "WIDE": problem.wide_rows,
+            # In one loop queries would become fp16 with each tile
             "ONE_LOOP": (config.one_loop and config.heads == 1 and plan.num_tiles == 1
-                         and config.tile_m == SMALL_ROWS.value),
+                         and config.tile_m == SMALL_ROWS.value and problem.cache_dtype != FP8),
             "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
-            "CHUNK": plan.chunk,
+            "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs,
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
@@ -746,8 +765,9 @@ class Call:
         if self.is_empty:
             return
         problem = self.problem
-        # Descales are known on the device alone
-        score_params = params_of(problem, operands.alibi_slopes, prescaled=problem.softmax_scale <= 0 or problem.has_descale)
+        # Descales, and what queries are divided by in fp16, are known on the device alone
+        prescaled = problem.softmax_scale <= 0 or problem.has_descale or problem.cache_dtype == FP8
+        score_params = params_of(problem, operands.alibi_slopes, prescaled)
         parts = Partial(None, None, None)
         if partial is not None:
             parts = Partial(partial[self.partial_rows * LSE_COPIES.value :], partial, stored)
@@ -763,6 +783,12 @@ class Call:
         if self.has_merge:
             launch(merge_parts, self.merge_grid, (*results, *layout, window, *self.shape, *self.grid), self.merge_constexprs,
                    **self.merge_options)  # fmt: skip
+
+
+def _in_pairs(problem, v_cache) -> bool:
+    """Whether values are loaded two columns at a time, for products in 16 bits: see `numerics.split_pairs`."""
+    even = all(stride % 2 == 0 for stride in v_cache.stride()[:3]) and v_cache.data_ptr() % 2 == 0
+    return problem.cache_dtype == FP8 and problem.out_dtype.itemsize == 2 and even
 
 
 def tokens_of_tile(tile_m, group_size) -> int:

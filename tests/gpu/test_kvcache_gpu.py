@@ -13,6 +13,7 @@ from cache_cases import BY_NAME, CASES, FP8_CASES, NO_PAGE, CacheCase, check_cac
 
 import flashtile
 from flashtile import hardware, tiles
+from flashtile.kvcache_problem import FP8
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -39,6 +40,48 @@ def test_case(case, dtype, poisoned):
 def test_fp8(case, dtype, poisoned):
     skip_without_fp8()
     check_cache(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize(("head_dim", "heads_kv", "seqlen_q"), [
+    (128, 8, 1), (128, 2, 1), (128, 8, 6), (128, 8, 16), (64, 8, 1), (64, 2, 1), (64, 8, 6), (72, 8, 1), (72, 2, 1), (96, 8, 1),
+    (96, 2, 1), (40, 8, 1), ((96, 128), 8, 1), (136, 8, 1), (192, 2, 1), ((192, 128), 8, 1), (256, 8, 1), (256, 2, 20),
+])  # fmt: skip
+def test_large_cache_of_fp8(head_dim, heads_kv, seqlen_q, page_size, poisoned):
+    """All tiles: of several heads, of one, of 32 rows and of 64."""
+    skip_without_fp8()
+    head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, None)
+    lengths = (4096, 1, 0, 3000, 2048, 63, 129, 4032, 4000, 777, 65, 1500)
+    case = CacheCase("fp8", lengths, seqlen_q, capacity=4096, page_size=page_size, heads=4 * heads_kv, heads_kv=heads_kv,
+                     head_dim=head_dim, head_dim_v=head_dim_v, causal=True, fp8="cache", descale=True)  # fmt: skip
+    for dtype in DTYPES[:2]:
+        check_cache(case, dtype, "cuda")
+    check_cache(replace(case, fp8="all", num_splits=3), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("heads_kv", [2, 8])
+@pytest.mark.parametrize("power", [-90, -40, 0, 40, 90])
+def test_queries_of_any_size_over_fp8(power, heads_kv, poisoned):
+    """bf16 has a range that fp16, in which they are multiplied, has not: each row is brought to its size."""
+    skip_without_fp8()
+    generator = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(32, 1, 4 * heads_kv, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(32, 2048, heads_kv, 128, generator=generator, device="cuda").to(FP8) for _ in range(2))
+    sizes = torch.ones(4 * heads_kv, 1, device="cuda", dtype=torch.bfloat16)
+    # Beside rows of that size one that is 0, one with an inf, and one that is a thousandth
+    sizes[1], sizes[2] = 0, 2.0**-10
+    q = q * sizes
+    q[:, :, 3, 5] = float("inf")
+    call = dict(cache_seqlens=torch.full((32,), 2048, device="cuda", dtype=torch.int32), return_lse=True)
+    expected = flashtile.attention_with_kvcache(q, k, v, softmax_scale=0.1, **call)
+    results = flashtile.attention_with_kvcache(q * 2.0**power, k, v, softmax_scale=0.1 * 2.0**-power, **call)
+    for result, before in zip(results, expected):
+        torch.testing.assert_close(result, before, equal_nan=True, rtol=0, atol=1e-6)
+    wide = flashtile.attention_with_kvcache(q, k.bfloat16(), v.bfloat16(), softmax_scale=0.1, **call)
+    finite = [i for i in range(4 * heads_kv) if i != 3]
+    torch.testing.assert_close(expected[0][:, :, finite], wide[0][:, :, finite], rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(expected[1][:, finite], wide[1][:, finite], rtol=1e-4, atol=1e-4)
+    assert torch.equal(expected[0].isnan(), wide[0].isnan())
 
 
 @pytest.mark.parametrize("case", [c.scaled(11) for c in CASES], ids=lambda case: case.name)
