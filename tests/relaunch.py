@@ -193,23 +193,25 @@ MLA = {
     "sparse": {"heads": 128, "seqlen_q": 2, "topk": 128},
     "sparse, packed, lengths, its own schedule": {"heads": 64, "seqlen_q": 2, "topk": 128, "packed": True, "topk_length": True,
                                                   "schedule": False, "strided": True},
+    "sparse, packed, lengths beside indices": {"heads": 128, "topk": 128, "packed": True, "topk_length": True},
     "pages of 16": {"heads": 16, "page_size": 16},
 }  # fmt: skip
 
 
 def mla_tensors(heads, seqlen_q=1, topk=None, packed=False, page_size=64, sinks=False, schedule=True, strided=False,
                 topk_length=False):  # fmt: skip
-    """The inputs of a latent decode of two sequences."""
+    """The inputs of a latent decode of two sequences. Indices and topk_length are cut from one tensor."""
     q = torch.zeros(seqlen_q, 2, heads, 576, dtype=torch.bfloat16).transpose(0, 1)
     inputs = {"q": q if strided else q.contiguous(),
               "kv_cache": torch.zeros(8, page_size, 1, 656 if packed else 576, dtype=torch.uint8 if packed else torch.bfloat16)}
     if topk:
-        indices = torch.zeros(2, seqlen_q, 2 * topk, dtype=torch.int32)[..., :topk]
+        memory = torch.zeros(4 * seqlen_q * topk + 2, dtype=torch.int32)
+        indices = memory[:-2].view(2, seqlen_q, 2 * topk)[..., :topk]
         inputs["indices"] = indices.transpose(0, 1).contiguous().transpose(0, 1) if strided else indices
     else:
         inputs |= {"block_table": torch.zeros(2, 4, dtype=torch.int32), "cache_seqlens": torch.ones(2, dtype=torch.int32)}
     if topk_length:
-        inputs["topk_length"] = torch.ones(2, dtype=torch.int32)
+        inputs["topk_length"] = memory[-2:]
     if sinks:
         inputs["sinks"] = torch.zeros(heads)
     if schedule:
@@ -221,6 +223,8 @@ def compare_mla(device):
     from flashtile.mla import hopper, plan, portable
     from flashtile.mla.problem import MlaOperands, MlaProblem
 
+    # As in large calls indices are put in order
+    hopper.ORDERED_BYTES = hopper.ORDERED_TOKENS = 0
     for name, shape in MLA.items():
         make = partial(mla_tensors, **shape)
         problem = MlaProblem.from_tensors(MlaOperands(**make()), causal="causal" in name)

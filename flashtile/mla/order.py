@@ -59,11 +59,13 @@ def order_tokens(indices, lengths, ordered, index_stride, topk, num_slots, SEQUE
 
 
 def launch(launch_kernel, indices, lengths, ordered, num_slots, rows_per_length):
-    """ordered: int32 (rows, topk), from indices (rows, topk); lengths: as `order_tokens` takes them."""
-    rows, topk = indices.shape
+    """ordered: int32 (rows, topk), from indices (..., topk) of as many rows; lengths: as `order_tokens` takes them."""
+    rows, topk = ordered.shape
     constexprs = {
         "SEQUENCES_PER_LENGTH": rows_per_length, "SHIFT": max(0, (num_slots - 1).bit_length() - STRETCH_BITS),
         "BLOCK": max(8, triton.next_power_of_2(topk)),
     }  # fmt: skip
-    launch_kernel(order_tokens, (rows,), (indices, lengths, ordered, indices.stride(0), topk, num_slots), constexprs,
+    # The tensor itself as pointer: `Launches` knows it
+    index_stride = indices.view(rows, topk).stride(0)
+    launch_kernel(order_tokens, (rows,), (indices, lengths, ordered, index_stride, topk, num_slots), constexprs,
                   num_warps=8)  # fmt: skip

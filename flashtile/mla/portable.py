@@ -395,8 +395,7 @@ class Call:
                             seqlen_q=problem.seqlen_q if problem.sparse else 1, total_rows=problem.total_rows,
                             launch=launch)  # fmt: skip
         if x.ordered is not None:
-            order.launch(launch, x.entries.view(x.ordered.shape), x.lengths, x.ordered,
-                         problem.num_pages * problem.page_size, problem.seqlen_q)  # fmt: skip
+            order.launch(launch, x.entries, x.lengths, x.ordered, problem.num_pages * problem.page_size, problem.seqlen_q)
             x = x._replace(entries=x.ordered)
         # One part has no partial results: any pointer will do
         partial_out, partial_lse = x.lse, x.lse
