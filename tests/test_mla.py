@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths
 
 import flashtile
+from flashtile import hardware
 from flashtile.compat import flash_mla
 from flashtile.device.launch import launch_now
 from flashtile.mla import make_schedule, mla_decode, pack_fp8, unpack_fp8
 from flashtile.mla import problem as problems
 from flashtile.reference import mla, naive
+from flashtile.tiles import TileConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,6 +91,28 @@ def test_infinite_sink(tier, name, monkeypatch, poisoned):
     needs_interpreter()
     monkeypatch.setenv("FLASHTILE_TIER", tier)
     check_infinite_sink(torch.float16, name=name)
+
+
+@pytest.mark.parametrize(("device", "heads", "config"), [
+    ("A100", 16, (16, 32, 4, 1)), ("A100", 17, (64, 32, 8, 1)), ("A100", 128, (64, 32, 8, 1)),
+    ("A6000", 16, (16, 32, 4, 1)), ("A6000", 17, (16, 32, 4, 1)), ("RTX 4090", 128, (16, 32, 4, 1)),
+    ("H200", 16, (16, 64, 4, 2)), ("H200", 128, (64, 64, 8, 2)), ("B200", 16, (16, 32, 4, 1)), ("B200", 128, (64, 32, 8, 1)),
+])  # fmt: skip
+def test_portable_tile(device, heads, config):
+    pytest.importorskip("triton")
+    from flashtile.mla import plan
+
+    problem = problems.MlaProblem(batch=4, seqlen_q=1, num_heads=heads, num_heads_kv=1, head_dim=576, head_dim_v=512,
+                                  dtype=torch.bfloat16, num_pages=9, page_size=64)  # fmt: skip
+    assert plan.plan(problem, hardware.by_name(device), ("portable",)).config == TileConfig(*config)
+
+
+def test_portable_kernel_of_little_shared_memory(monkeypatch, poisoned):
+    """The tile of 16 rows for 70."""
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setattr(hardware, "CPU", replace(hardware.CPU, smem_bytes=99 << 10))
+    check(BY_NAME["rows_70"], torch.float16)
 
 
 def test_schedule_of_other_lengths(monkeypatch, poisoned):

@@ -58,6 +58,7 @@ CALLS = [
     ("hopper", "packed", 90, {"heads": 128, "seqlen_q": 2, "packed": True, "topk": 2048}),
     ("hopper", "sparse", 90, {"heads": 128, "seqlen_q": 2, "topk": 2048}),
     ("portable", "plain", 80, {"heads": 128}),
+    ("portable", "little shared memory", 89, {"heads": 128}),
     ("portable", "packed", 90, {"heads": 128, "seqlen_q": 2, "packed": True, "topk": 2048}),
 ]
 
@@ -74,7 +75,7 @@ def _compile():
     yield {"call": "schedule", **asdict(reports[0])}
     for tier, name, arch, shape in CALLS:
         problem, operands = _call(**shape)
-        device = hardware.by_name({80: "A100", 90: "H200"}[arch])
+        device = hardware.by_name({80: "A100", 89: "RTX 4090", 90: "H200"}[arch])
         chosen = plan.plan(problem, device, (tier,))
         with offline.launches(arch, sass=tier == "hopper", ptxas=tier == "hopper") as reports:
             chosen.module.bind(problem, chosen.config, operands)(operands)

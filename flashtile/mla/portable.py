@@ -239,12 +239,13 @@ def merge(
                    column, LATENT)  # fmt: skip
 
 
-# The first row with enough rows and little enough shared memory is taken.
+# Of those with little enough shared memory the first is taken that has all rows of a problem, or 64 of more; if none has, the
+# first. For 16 rows (64, 32, 8, 1) is no choice: compiled for sm_80 it spills 504 bytes, (16, 32, 4, 1) none.
 CONFIGS = (
     TileConfig(16, 64, 4, 2),
+    TileConfig(16, 32, 4, 1),
     TileConfig(64, 64, 8, 2),
     TileConfig(64, 32, 8, 1),
-    TileConfig(16, 32, 4, 1),
 )
 # Numbers of partial results that a program of `merge` reads at once, and its warps, by how many a sequence has. With 1 hardly
 # one is cut: few programs, that have nothing to do. What was tried is in docs/kernels/mla.md
@@ -260,13 +261,12 @@ def shared_bytes(problem, config) -> int:
 
 def config_of(problem, device) -> TileConfig | None:
     """The tile of a problem, or None where none fits."""
-    for config in CONFIGS:
+    fitting = [config for config in CONFIGS if shared_bytes(problem, config) <= device.smem_bytes]
+    if device.sm >= 100:
         # Triton keeps more than our tiles in shared memory there: 345 KiB for (64, 64, 8, 2)
-        if device.sm >= 100 and config.num_stages > 1:
-            continue
-        if shared_bytes(problem, config) <= device.smem_bytes and (problem.num_rows <= config.tile_m or config.tile_m == 64):
-            return config
-    return None
+        fitting = [config for config in fitting if config.num_stages == 1]
+    enough = [config for config in fitting if config.tile_m >= min(problem.num_rows, 64)]
+    return next(iter(enough or fitting), None)
 
 
 def refuses(problem, device) -> str | None:
