@@ -191,6 +191,15 @@ def test_schedule(lengths, num_heads):
     assert [tuple(row) for row in schedule.table.tolist()] == simulated_schedule(lengths, num_parts, num_heads)
 
 
+def test_schedule_of_the_largest_lengths():
+    """Those beyond are taken for the largest."""
+    needs_interpreter()
+    tiles = 2**25 - 4
+    for length in (64 * tiles, 2**31 - 1):
+        table = make_schedule(torch.tensor([length], dtype=torch.int32), num_heads=1).table
+        assert table.tolist() == [[0, part * tiles // 4] for part in range(4)] + [[1, 0], [0, 3]]
+
+
 @pytest.mark.parametrize(("lengths", "num_parts"), IN_PIECES + CUT_ANYWHERE, ids=lambda x: str(x)[:30])
 @pytest.mark.parametrize("num_rows", [1, 128, 5000])
 def test_schedule_of_parts(lengths, num_parts, num_rows):
@@ -386,9 +395,10 @@ WRONG = {
     ),
     "no_page": (dict(kv_cache=CACHE[:0]), flashtile.ShapeError, "kv_cache: expected at least one page"),
     "wide_table": (
-        dict(block_table=torch.empty(2**25, dtype=torch.int32).expand(2, -1)),
+        # 192 tokens fewer than 2**31
+        dict(block_table=torch.empty(2**25 - 3, dtype=torch.int32).expand(2, -1)),
         flashtile.ShapeError,
-        "block_table: expected",
+        "block_table: expected at most 33554428 columns",
     ),
     "indices_and_table": (dict(indices=INDICES), flashtile.ShapeError, "block_table: expected None with indices"),
     "indices_shape": (NO_TABLE | dict(indices=INDICES[0]), flashtile.ShapeError, "indices: expected shape"),

@@ -10,7 +10,7 @@ from flashtile.calls import again
 from flashtile.checks import check_bool, check_int, check_int32, check_number, check_tensor, shape_of
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
 from flashtile.mla import cache, ops
-from flashtile.mla.problem import HEAD_DIM_V, MlaOperands
+from flashtile.mla.problem import HEAD_DIM_V, MAX_KEYS, MlaOperands
 from flashtile.problem import autocast, check_no_gradients, is_autocast
 
 
@@ -66,7 +66,7 @@ def make_schedule(
         raise ShapeError(explain("num_heads", f"a multiple of num_heads_kv, {num_heads_kv}", num_heads))
     num_rows = num_heads // num_heads_kv
     if indices is None:
-        num_sequences, fixed_length, repeat = lengths.shape[0], 2**31 - 1, 1
+        num_sequences, fixed_length, repeat = lengths.shape[0], MAX_KEYS, 1
         num_rows *= seqlen_q
     else:
         repeat, fixed_length = indices.shape[1:]

@@ -18,6 +18,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 CPU_DTYPES = (*DTYPES, torch.float32, torch.float64)
 MAX_SEQLEN_Q = 8
 MAX_HEADS = 128
+# Of a sequence: kernels look up to 3 tiles of 64 ahead, in int32
+MAX_KEYS = 2**31 - 256
 # Query rows of one program of the schedule
 ROWS = 64
 # What stands for the multiprocessors in the interpreter: enough to split
@@ -204,9 +206,9 @@ def _check_dense(operands) -> None:
     num_pages, page_size = operands.kv_cache.shape[:2]
     if num_pages == 0 and q.numel() > 0:
         raise ShapeError(explain("kv_cache", "at least one page beside block_table", shape_of(operands.kv_cache)))
-    if operands.block_table.shape[1] * page_size >= 2**31:
-        most = (2**31 - 1) // page_size
-        raise ShapeError(explain("block_table", f"at most {most} columns (2**31 tokens)", shape_of(operands.block_table)))
+    if operands.block_table.shape[1] * page_size > MAX_KEYS:
+        most = f"at most {MAX_KEYS // page_size} columns ({MAX_KEYS} tokens)"
+        raise ShapeError(explain("block_table", most, shape_of(operands.block_table)))
 
 
 def _check_sparse(operands, num_heads_kv, causal) -> None:
