@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
-from flashtile import UnsupportedError, ops
+from flashtile import DtypeError, UnsupportedError, ops
 from flashtile.problem import visible_pairs
 
 
@@ -264,6 +264,13 @@ def test_autocast_leaves_a_latent_cache_as_it_is(packed):
     want = flashtile.mla.mla_decode(q.bfloat16(), cache, **options)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(flashtile.mla.mla_decode(q, cache, **options), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e5m2])
+def test_autocast_blames_a_latent_cache_for_its_own_dtype(dtype):
+    q, cache, lengths = torch.randn(1, 1, 4, 576), torch.zeros(1, 64, 1, 576).to(dtype), torch.ones(1, dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(DtypeError, match=f"kv_cache: expected the dtype of q.*{dtype}"):
+        flashtile.mla.mla_decode(q, cache, block_table=lengths[None] - 1, cache_seqlens=lengths)
 
 
 def test_autocast_is_compiled():

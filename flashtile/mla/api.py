@@ -9,8 +9,8 @@ from torch import Tensor
 from flashtile.calls import again
 from flashtile.checks import check_bool, check_int, check_int32, check_number, check_tensor, shape_of
 from flashtile.errors import DeviceError, DtypeError, ShapeError, explain
-from flashtile.mla import cache, ops
-from flashtile.mla.problem import HEAD_DIM_V, MAX_KEYS, MlaOperands
+from flashtile.mla import ops
+from flashtile.mla.problem import HEAD_DIM_V, MAX_KEYS, MlaOperands, dtypes_on
 from flashtile.problem import autocast, check_no_gradients, is_autocast
 
 
@@ -128,9 +128,9 @@ def mla_decode(
         check_bool("return_lse", return_lse)
         check_no_gradients("mla_decode", (q, kv_cache, sinks))
         if is_autocast(q):
-            # The cache stays what it is
-            packed = kv_cache.dtype in cache.DTYPES
-            q = autocast(q, torch.get_autocast_dtype(q.device.type) if packed else kv_cache.dtype)
+            # The cache stays what it is: packed, or of a dtype that is refused by its name
+            has_dtype = kv_cache.dtype in dtypes_on(q.device)
+            q = autocast(q, kv_cache.dtype if has_dtype else torch.get_autocast_dtype(q.device.type))
             operands = operands._replace(q=q)
     if schedule is not None:
         _check_schedule(schedule, q, kv_cache, indices)

@@ -151,6 +151,11 @@ def _span(kv_cache) -> int:
     return sum((size - 1) * stride for size, stride in zip(kv_cache.shape[:2], kv_cache.stride())) * kv_cache.element_size()
 
 
+def dtypes_on(device) -> tuple:
+    """Of queries."""
+    return CPU_DTYPES if device.type == "cpu" else DTYPES
+
+
 def check_queries_and_cache(q, kv_cache) -> bool:
     """q and kv_cache; returns whether the cache is packed."""
     check_rank("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
@@ -158,7 +163,7 @@ def check_queries_and_cache(q, kv_cache) -> bool:
     check_rank("kv_cache", kv_cache, 4, "(pages, page_size, heads_kv, head_dim)", way_out)
     check_device_type("q", q)
     check_device("kv_cache", kv_cache, q.device)
-    if q.dtype not in (CPU_DTYPES if q.device.type == "cpu" else DTYPES):
+    if q.dtype not in dtypes_on(q.device):
         raise DtypeError(explain("q", "dtype bfloat16 or float16", q.dtype, "Cast q and the cache."))
     fp8 = kv_cache.dtype in cache.DTYPES
     if not fp8 and kv_cache.dtype != q.dtype:
