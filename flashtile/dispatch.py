@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 
 from flashtile import hardware, settings
-from flashtile.errors import UnsupportedError, explain
+from flashtile.errors import UnsupportedError
 
 logger = logging.getLogger("flashtile")
 
@@ -78,9 +78,6 @@ def plan(problem, device, direction="forward", prefer=()) -> Plan:
     Raises:
         UnsupportedError: no tier takes it; lists each refusal.
     """
-    for name in prefer:
-        if name not in TIERS:
-            raise UnsupportedError(explain("FLASHTILE_TIER", f"some of {', '.join(TIERS)}", repr(name)))
     tiers = {name: import_module(module) for name, module in TIERS.items()}
     tiers = {name: tier for name, tier in tiers.items() if direction in tier.DIRECTIONS}
     tiers = {name: tiers[name] for name in prefer if name in tiers} or tiers

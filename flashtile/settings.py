@@ -3,12 +3,17 @@
 FLASHTILE_DEBUG=1    also check the values of index tensors (cu_seqlens, seqused, cache lengths, block tables); this waits for
                     the device in every call.
 FLASHTILE_TIER=names use the first of these tiers that takes a call, or fail with their refusals: hopper,portable for example;
-                    names are those of dispatch.TIERS.
+                    names are those of TIERS.
 TRITON_INTERPRET=1   Triton's own: kernels run in its interpreter. With FLASHTILE_TIER=portable, CPU tensors go there.
 """
 
 import os
+from functools import lru_cache
 
+from flashtile.errors import UnsupportedError, explain
+
+# Of dispatch and mla.plan, which know where they are
+TIERS = ("hopper", "portable", "sdpa", "reference")
 # What CPython's os.environ keeps its variables in, asked in each call: os.environ itself takes 1 us to say that one is not set.
 _VARIABLES = getattr(os.environ, "_data", os.environ)
 _DEBUG, _TIER = map(getattr(os.environ, "encodekey", str), ("FLASHTILE_DEBUG", "FLASHTILE_TIER"))
@@ -19,8 +24,16 @@ def debug() -> bool:
 
 
 def preferred_tiers() -> tuple[str, ...]:
-    names = os.environ["FLASHTILE_TIER"] if _TIER in _VARIABLES else ""
-    return tuple(names.split(",")) if names else ()
+    return _tiers_of(os.environ["FLASHTILE_TIER"]) if _TIER in _VARIABLES else ()
+
+
+@lru_cache
+def _tiers_of(names) -> tuple[str, ...]:
+    tiers = tuple(name.strip() for name in names.split(",")) if names else ()
+    for name in tiers:
+        if name not in TIERS:
+            raise UnsupportedError(explain("FLASHTILE_TIER", f"some of {', '.join(TIERS)}", repr(name)))
+    return tiers
 
 
 def triton_interprets() -> bool:

@@ -582,6 +582,12 @@ def test_no_tier_lists_every_refusal(monkeypatch):
         mla_decode(**plain())
 
 
+def test_misspelt_tier(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", "portable, referense")
+    with pytest.raises(flashtile.UnsupportedError, match="FLASHTILE_TIER: expected some of .*reference, got 'referense'"):
+        mla_decode(**plain())
+
+
 def test_cpu_call_leaves_triton_alone():
     """On a machine without Triton the API works; schedule and FlashMLA's names included."""
     code = """if True:

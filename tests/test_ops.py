@@ -8,7 +8,7 @@ import torch
 from cases import CASES, named
 
 import flashtile
-from flashtile import dispatch, hardware, ops
+from flashtile import dispatch, hardware, ops, settings
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.reference import naive
 
@@ -372,6 +372,9 @@ def test_preferred_tier(monkeypatch):
     monkeypatch.setenv("FLASHTILE_TIER", "fastest")
     with pytest.raises(flashtile.UnsupportedError, match="FLASHTILE_TIER: expected some of .*portable.* got 'fastest'"):
         flashtile.attention(*qkv(17))
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper, portable")
+    assert settings.preferred_tiers() == ("hopper", "portable")
+    assert settings.TIERS == tuple(dispatch.TIERS)
 
 
 def test_only_lse_may_have_a_gradient():
