@@ -371,6 +371,16 @@ WRONG = {
     ),
     "head_dim_v": (dict(head_dim_v=256), flashtile.ShapeError, "head_dim_v: expected 512"),
     "packed_width": (dict(kv_cache=CACHE.byte()), flashtile.ShapeError, "656 bytes"),
+    "packed_strides": (
+        dict(kv_cache=torch.empty(3, 64, 1, 657, dtype=torch.uint8)[..., :656]),
+        flashtile.ShapeError,
+        r"kv_cache: expected tokens .* 4 bytes, got strides \(42048, 657, 657, 1\) from byte 0 on. Copy it: kv_cache.clone",
+    ),
+    "packed_offset": (
+        dict(kv_cache=torch.empty(3 * 64 * 656 + 2, dtype=torch.uint8)[2:].view(3, 64, 1, 656)),
+        flashtile.ShapeError,
+        r"kv_cache: expected tokens .* 4 bytes, got strides \(41984, 656, 656, 1\) from byte 2 on. Copy it: kv_cache.clone",
+    ),
     "stride": (
         dict(q=Q.transpose(2, 3).contiguous().transpose(2, 3)),
         flashtile.ShapeError,

@@ -181,7 +181,9 @@ def check_queries_and_cache(q, kv_cache) -> bool:
     for name, x in (("q", q), ("kv_cache", kv_cache)):
         check_last_dim(name, x)
     if fp8 and (any(stride % 4 for stride in kv_cache.stride()[:-1]) or kv_cache.storage_offset() % 4):
-        raise ShapeError(explain("kv_cache", "tokens that begin at multiples of 4 bytes", f"strides {kv_cache.stride()}"))
+        got = f"strides {kv_cache.stride()} from byte {kv_cache.storage_offset()} on"
+        raise ShapeError(explain("kv_cache", "tokens that begin at multiples of 4 bytes", got,
+                                 "Copy it: kv_cache.clone(memory_format=torch.contiguous_format)."))  # fmt: skip
     num_heads, num_heads_kv = q.shape[2], kv_cache.shape[2]
     if num_heads == 0 or num_heads_kv == 0 or num_heads % num_heads_kv:
         raise ShapeError(explain("q", "heads that are a multiple of those of kv_cache", f"{num_heads} and {num_heads_kv}"))
