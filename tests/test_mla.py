@@ -323,8 +323,9 @@ def test_meta_tensors_give_shapes():
 def test_packing_says_what_it_takes(pack):
     with pytest.raises(flashtile.DtypeError, match="kv_cache: expected a torch.Tensor, got NoneType"):
         pack(None)
-    with pytest.raises(flashtile.DtypeError, match="dtype: expected a floating dtype, got torch.int32"):
-        unpack_fp8(pack_fp8(torch.zeros(2, 576)), torch.int32)
+    for dtype in (torch.int32, "bfloat16"):
+        with pytest.raises(flashtile.DtypeError, match=f"dtype: expected a floating dtype, got {dtype}"):
+            unpack_fp8(pack_fp8(torch.zeros(2, 576)), dtype)
 
 
 def test_pack_fp8():
@@ -471,6 +472,14 @@ def test_unpack_takes_packed_caches_only():
         unpack_fp8(CACHE)
     with pytest.raises(flashtile.ShapeError, match="kv_cache: expected a last dim of 656"):
         unpack_fp8(CACHE.byte())
+
+
+def test_unpack_takes_any_strides():
+    packed = pack_fp8(torch.randn(4, 576))
+    expected = unpack_fp8(packed)
+    for strides, offset in (((656, 1), 1), ((657, 1), 0), ((1, 4), 0)):
+        memory = torch.zeros(4 * 657 + 1, dtype=torch.uint8).as_strided(packed.shape, strides, offset)
+        assert torch.equal(unpack_fp8(memory.copy_(packed)), expected)
 
 
 def test_flash_mla_metadata_after_a_call_that_failed():

@@ -66,12 +66,13 @@ def unpack_fp8(kv_cache: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> t
         ShapeError, DtypeError.
     """
     check_tensor("kv_cache", kv_cache)
-    if not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise DtypeError(explain("dtype", "a floating dtype", dtype))
     if kv_cache.dtype not in DTYPES:
         raise DtypeError(explain("kv_cache", "dtype uint8, int8 or float8_e4m3fn", kv_cache.dtype))
     if kv_cache.shape[-1:] != (TOKEN_BYTES,):
         raise ShapeError(explain("kv_cache", f"a last dim of {TOKEN_BYTES}", shape_of(kv_cache)))
-    latent, scales, rope = split_fp8(kv_cache)
+    # A copy: of other strides, or from an odd byte on, there are no such views
+    latent, scales, rope = split_fp8(kv_cache.clone(memory_format=torch.contiguous_format))
     groups = latent.to(torch.float32).unflatten(-1, (NUM_SCALES, SCALE_GROUP)) * scales[..., None]
     return torch.cat([groups.flatten(-2).to(dtype), rope.to(dtype)], -1)
