@@ -457,6 +457,8 @@ def test_schedule_of_other_shapes():
     (dict(cache_seqlens=[1, 2]), flashtile.DtypeError, "cache_seqlens: expected a torch.Tensor, got list"),
     (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), seqlen_q=0), flashtile.ShapeError, "seqlen_q: expected at least 1"),
     (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), num_heads=4.0), flashtile.DtypeError, "num_heads: expected an int"),
+    (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), num_heads_kv=0), flashtile.ShapeError,
+     "num_heads_kv: expected at least 1, got 0"),
     (dict(cache_seqlens=torch.zeros(2, dtype=torch.int32), topk_length=torch.zeros(2, dtype=torch.int32)), flashtile.ShapeError,
      "topk_length: expected None without indices"),
     (dict(indices=INDICES[0]), flashtile.ShapeError, "indices: expected shape"),

@@ -62,7 +62,9 @@ def make_schedule(
         if topk_length is not None:
             check_int32("topk_length", topk_length, indices.device, (indices.shape[0],), of="indices")
     lengths = topk_length if cache_seqlens is None else cache_seqlens
-    if num_heads_kv < 1 or num_heads < 1 or num_heads % num_heads_kv:
+    if num_heads_kv < 1:
+        raise ShapeError(explain("num_heads_kv", "at least 1", num_heads_kv))
+    if num_heads < 1 or num_heads % num_heads_kv:
         raise ShapeError(explain("num_heads", f"a multiple of num_heads_kv, {num_heads_kv}", num_heads))
     num_rows = num_heads // num_heads_kv
     if indices is None:
