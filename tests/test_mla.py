@@ -585,6 +585,15 @@ def test_flash_mla_takes_what_has_a_truth_value_and_numbers_of_numpy():
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_flash_mla_without_query_tokens(sparse):
+    changes = dict(indices=INDICES[:, :0]) if sparse else {}
+    metadata, _ = flash_mla.get_mla_metadata()
+    for _ in range(2):
+        out, lse = flash_mla_call(q=Q[:, :0], tile_scheduler_metadata=metadata, **changes)
+        assert out.shape == (2, 0, 4, 512) and lse.shape == (2, 4, 0)
+
+
 def test_flash_mla_sparse_fp8():
     x = BY_NAME["sparse_fp8"].make(torch.bfloat16)
     meta, _ = flash_mla.get_mla_metadata()

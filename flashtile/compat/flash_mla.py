@@ -77,8 +77,9 @@ def _decode(q, kv_cache, block_table, cache_seqlens, indices, topk_length, sinks
     schedule = meta.schedule
     if schedule is None:
         check_queries_and_cache(q, kv_cache)
-        schedule = make_schedule(cache_seqlens, num_heads=q.shape[2], seqlen_q=q.shape[1], num_heads_kv=kv_cache.shape[2],
-                                 indices=indices, topk_length=topk_length)  # fmt: skip
+        # Without query tokens any schedule will do
+        schedule = make_schedule(cache_seqlens, num_heads=q.shape[2], seqlen_q=max(q.shape[1], 1),
+                                 num_heads_kv=kv_cache.shape[2], indices=indices, topk_length=topk_length)  # fmt: skip
     elif meta.key != key:
         raise ShapeError(explain("tile_scheduler_metadata", f"the shapes of its first call, {meta.key}", key,
                                  "Take another one from get_mla_metadata()."))  # fmt: skip
