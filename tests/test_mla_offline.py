@@ -110,8 +110,8 @@ def test_hopper_refuses_offsets_of_more_than_32_bits():
         from flashtile import hardware
         from flashtile.mla import hopper
         device = hardware.by_name("H200")
-        for shape, takes in (({"topk": 64}, False), ({"packed": True}, False), ({}, True)):
-            problem, _ = tests._call(16, **shape)
+        for shape, page, takes in (({"topk": 64}, 64, False), ({"packed": True}, 64, False), ({}, 53, False), ({}, 64, True)):
+            problem = replace(tests._call(16, **shape)[0], page_size=page)
             assert hopper.refuses(replace(problem, cache_bytes=2**35 - 16), device) is None
             # 16 bytes are the unit of an offset: this is 2**31
             reason = hopper.refuses(replace(problem, cache_bytes=2**35), device)

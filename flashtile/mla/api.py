@@ -94,8 +94,9 @@ def mla_decode(
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16 (on a CPU also fp32, fp64), last dim contiguous; seqlen_q 1 to
             8 (any with indices), num_heads 1 to 128, head_dim 576 or 512.
         kv_cache: (num_pages, page_size, num_heads_kv, head_dim), q's dtype, last dim contiguous, other strides free; any page
-            size (on Hopper the fast kernel takes multiples of 64). Or uint8, int8 or e4m3 (num_pages, page_size,
-            num_heads_kv, 656), as `flashtile.mla.pack_fp8` makes it, for a head_dim of 576. num_heads % num_heads_kv == 0.
+            size (of caches of 32 GiB and more Hopper's fast kernel takes multiples of 64 only). Or uint8, int8 or e4m3
+            (num_pages, page_size, num_heads_kv, 656), as `flashtile.mla.pack_fp8` makes it, for a head_dim of 576.
+            num_heads % num_heads_kv == 0.
         block_table: (batch, max_pages), int32: the pages of each sequence. Entries past a sequence's length may be anything,
             and slots past it may hold NaN. Entries that lead outside the cache are limited to its pages.
         cache_seqlens: (batch,), int32: tokens in the cache, those of q included; 0 is allowed.
