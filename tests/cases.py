@@ -284,6 +284,9 @@ CASES = [
     Case("large_scores", 65, 65, causal=True, magnitude=6.0),
     Case("softcap", 65, 65, softcap=2.0),
     Case("softcap_causal_gqa", 40, 70, heads=4, heads_kv=2, causal=True, softcap=10.0, magnitude=3.0, dlse=True),
+    # Logits near 0 of caps whose last bit is larger than theirs
+    Case("softcap_50", 65, 65, causal=True, softcap=50.0),
+    Case("softcap_10000", 65, 65, causal=True, softcap=1e4),
     Case("alibi", 65, 65, heads=4, heads_kv=4, alibi="heads", dslopes=True),
     Case("alibi_batch_causal", 40, 70, batch=2, causal=True, alibi="batch", dslopes=True),
     # Where distances are differences: several tiles, rows without a key, a window's left edge

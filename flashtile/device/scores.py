@@ -15,6 +15,8 @@ from flashtile.device.numerics import LOG2_E
 
 # Of scales that ALiBi's slopes are divided by
 SMALLEST_UNIT = 2.0**-40
+# A larger one, or any in fp32, shows that `_tanh` is off by 1.2e-7 near 0 too, and logits by so many times that
+COARSE_SOFTCAP = 64.0
 # For |x| up to 0.6 tanh(x) is x times a polynomial in x * x, lowest power first: 2.3e-6 off at most, relatively
 _TANH_BOUND = 0.6
 _TANH_TERMS = 0.9999978542327881, -0.3331403732299805, 0.1305783838033676, -0.0409290194511414
@@ -22,6 +24,10 @@ _TANH_TERMS = 0.9999978542327881, -0.3331403732299805, 0.1305783838033676, -0.04
 _TANH_SCALE = tl.constexpr(2 / _TANH_BOUND)
 
 
+# The same for |x| up to 0.55: 3.2e-8 off at most
+_FINE_BOUND = tl.constexpr(0.55)
+_FINE_TERMS = tl.constexpr((0.9999999403953552, -0.3333279490470886, 0.13318875432014465, -0.05258926004171371,
+                            0.016315331682562828))  # fmt: skip
 # The same for |x| up to 0.115: 2.9e-6 off at most
 _NEAR_BOUND = 0.115
 _NEAR_TERMS = 0.9999971, -0.33157843
@@ -153,6 +159,8 @@ class ScoreParams(NamedTuple):
     alibi_batch_stride: Any
     # None, or 1 where the scale is not positive and must act before the maximum is taken
     prescaled: Any
+    # None, or 1 where tanh near 0 is what a polynomial gives
+    fine_cap: Any = None
 
 
 def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
@@ -164,8 +172,9 @@ def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
     batch_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
     if alibi_slopes is not None and (0 < problem.softmax_scale < SMALLEST_UNIT or problem.dtype.itemsize == 4):
         prescaled = True
+    fine_cap = problem.softcap > (0 if problem.dtype.itemsize == 4 else COARSE_SOFTCAP)
     return ScoreParams(float(problem.softmax_scale), float(problem.softcap) or None, alibi_slopes, batch_stride,
-                       1 if prescaled else None)  # fmt: skip
+                       1 if prescaled else None, 1 if fine_cap else None)  # fmt: skip
 
 
 @triton.jit
@@ -224,11 +233,21 @@ def _tanh(x):
 
 
 @triton.jit
+def _tanh_near_0_too(x):
+    """`_tanh`, but near 0, where its error is that of numbers near 1, a polynomial."""
+    u = x * x
+    near = u * _FINE_TERMS[4] + _FINE_TERMS[3]
+    for i in tl.static_range(2, -1, -1):
+        near = near * u + _FINE_TERMS[i]
+    return tl.where(tl.abs(x) <= _FINE_BOUND, x * near, _tanh(x))
+
+
+@triton.jit
 def _capped(scores, score_params, THREAD: tl.constexpr):
     """Logits under a softcap, in units of it."""
     factor = score_params.scale / score_params.softcap
     if THREAD == 0:
-        return _tanh(scores * factor)
+        return _tanh(scores * factor) if score_params.fine_cap is None else _tanh_near_0_too(scores * factor)
     else:
         x = scores * (factor * _TANH_SCALE)
         return tl.inline_asm_elementwise(_TANH_ASM[THREAD], _TANH_CONSTRAINTS[THREAD], [x], dtype=tl.float32, is_pure=True,

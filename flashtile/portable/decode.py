@@ -292,7 +292,7 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
     """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. They are multiplied in
     dtype; v_blocks may be pairs of columns, acc as `blocks.unpaired` has them."""
     score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
-                               score_params.prescaled)  # fmt: skip
+                               score_params.prescaled, score_params.fine_cap)  # fmt: skip
     cols = col_begin + tl.arange(0, TILE_N)
     # (TILE_M, TILE_N)
     logits = blocks.dot_rows(q_blocks, k_blocks, dtype)
