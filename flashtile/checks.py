@@ -3,7 +3,6 @@
 Each raises what a user sees: the argument's name, what was expected, what came, the way out.
 """
 
-import sys
 
 import torch
 
@@ -84,16 +83,17 @@ def check_number(name, value) -> None:
         raise DtypeError(explain(name, "a number", repr(value), way_out if hasattr(value, "dtype") else ""))
 
 
-def _is_finite(number) -> bool:
-    return abs(number) <= sys.float_info.max
+def _in_fp32(number) -> bool:
+    """Whether it is finite in fp32, in which kernels compute, and 0 there only if it is 0."""
+    return number == 0 or 2.0**-126 <= abs(number) <= (2 - 2.0**-23) * 2.0**127
 
 
 def check_scale(softmax_scale) -> None:
     """softmax_scale: a number, or None."""
-    if softmax_scale is not None and not _is_finite(softmax_scale):
-        raise ValueRangeError(explain("softmax_scale", "a finite number", softmax_scale))
+    if softmax_scale is not None and not _in_fp32(softmax_scale):
+        raise ValueRangeError(explain("softmax_scale", "a finite number that fp32 holds", softmax_scale))
 
 
 def check_softcap(softcap) -> None:
-    if not (_is_finite(softcap) and softcap >= 0):
-        raise ValueRangeError(explain("softcap", "a finite number >= 0 (0 is off)", softcap))
+    if not (_in_fp32(softcap) and softcap >= 0):
+        raise ValueRangeError(explain("softcap", "a finite number >= 0 that fp32 holds (0 is off)", softcap))

@@ -109,7 +109,9 @@ def compile_ahead(problem, operands, directions=("forward", "backward")) -> dict
     start = time.perf_counter()
 
     def finish(job):
-        job()
+        # Each thread has a current GPU of its own
+        with hardware.on_device_of(operands.q):
+            job()
         return time.perf_counter() - start
 
     with ThreadPoolExecutor() as threads:

@@ -12,6 +12,7 @@ from flashtile.calls import Calls, nobody_observes
 from flashtile.device.launch import Remembered
 from flashtile.errors import UnsupportedError, explain
 from flashtile.problem import (
+    WIDE_ROWS,
     AttentionProblem,
     Operands,
     autocast,
@@ -83,7 +84,7 @@ class _Call:
 
     def run_backward(self, operands, out, lse, dout, dlse, direction="backward"):
         """dq, dk, dv, dsinks (None without sinks); or, as another direction, dslopes."""
-        if dout.stride(-1) != 1:
+        if dout.stride(-1) != 1 or dout.stride(-3) >= WIDE_ROWS:
             # autograd made it (out.sum() gives an expanded one); the caller can't do better
             dout = dout.contiguous()
         # Hooks on saved tensors, or the caller of the op, may have given them another layout

@@ -35,6 +35,10 @@ HEAD_DIM_MULTIPLE = 8
 # The way out of a larger one
 WIDER_HEADS = "For wider heads use F.scaled_dot_product_attention."
 INT32_MAX = 2**31 - 1
+# Rows so far apart that offsets inside of a tile may leave int32
+WIDE_ROWS = 2**22
+# Ends of tiles are beyond the last row
+MAX_SEQLEN = INT32_MAX - 255
 # Random bits that decide whether dropout keeps a weight
 DROPOUT_BITS = 15
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -176,12 +180,11 @@ class AttentionProblem(CallShape):
         if not 0 <= dropout_p < 1:
             raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
         traced = any(isinstance(n, torch.SymInt) for n in (batch, seqlen_q, seqlen_k))
-        if not traced and batch * num_heads * max(seqlen_q, seqlen_k) > 16 * INT32_MAX:
-            # Every tier numbers its tiles, of at least 16 rows, with an int32.
-            raise ShapeError(explain("batch * heads * seqlen", f"at most {16 * INT32_MAX}",
-                                     batch * num_heads * max(seqlen_q, seqlen_k), "Split the batch."))  # fmt: skip
+        if not traced:
+            _check_counts(batch * num_heads, max(seqlen_q, seqlen_k))
         row = 0 if varlen else 1
-        widest = max(q.stride(row), k.stride(row), v.stride(row))
+        # The last is a row of out, and of gradients
+        widest = max(q.stride(row), k.stride(row), v.stride(row), num_heads * max(head_dim, head_dim_v))
         return cls(
             batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=num_heads, num_heads_kv=num_heads_kv,
             head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype, window=window, softmax_scale=softmax_scale,
@@ -189,7 +192,7 @@ class AttentionProblem(CallShape):
             has_sinks=operands.sinks is not None, deterministic=deterministic, return_lse=return_lse,
             total_q=total_q, total_k=total_k, has_seqused_q=operands.seqused_q is not None,
             has_seqused_k=operands.seqused_k is not None, same_lengths=varlen and has_same_lengths(operands),
-            wide_rows=widest >= 2**22, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
+            wide_rows=widest >= WIDE_ROWS, unaligned=is_unaligned(q) or is_unaligned(k) or is_unaligned(v),
         )  # fmt: skip
 
     def __hash__(self):
@@ -358,6 +361,16 @@ def check_head_dims(**dims) -> None:
             then = f"cut off out[..., {dim}:]" if name.startswith("v") else "pass softmax_scale"
             way_out = WIDER_HEADS if dim > MAX_HEAD_DIM else f"Pad with zeros to {nearest} and {then}."
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
+
+
+def _check_counts(num_heads, seqlen) -> None:
+    """Every tier numbers its tiles, of at least 16 rows, and the rows of a sequence up to the end of a tile, with an int32."""
+    if seqlen > MAX_SEQLEN:
+        raise ShapeError(explain("seqlen", f"at most {MAX_SEQLEN}", seqlen, "Split the sequences, and combine the results."))
+    num_tiles = num_heads * -(-seqlen // 16)
+    if num_tiles > INT32_MAX:
+        expected = f"at most {INT32_MAX} tiles of 16 rows"
+        raise ShapeError(explain("batch * heads * seqlen", expected, num_tiles, "Split the batch."))
 
 
 def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:

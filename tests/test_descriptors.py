@@ -65,6 +65,22 @@ def test_tiles_of_packed_sequences(heads):
     assert (tile[expected.numel() :] == -1).all()
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("totals", "lengths", "refused"), [
+    ((2**31 - 65536,) * 2, (2**30,) * 2, False), ((9, 2**31 - 65535), (9, 9), True), ((2**31 - 65535, 9), (9, 9), True),
+    ((2**30 + 1,) * 2, (9, 2**30 + 1), True), ((2**30 + 1,) * 2, (2**30 + 1, 9), True),
+])  # fmt: skip
+def test_rows_that_tma_cannot_count_are_refused(totals, lengths, refused, direction):
+    """A tile of theirs would be zeros, and its results stored nowhere."""
+    from flashtile import hardware, hopper
+    from flashtile.problem import AttentionProblem
+
+    problem = AttentionProblem(1, *lengths, 1, 1, 64, 64, torch.bfloat16, softmax_scale=0.1, window=(None, None),
+                               total_q=totals[0], total_k=totals[1])  # fmt: skip
+    reason = hopper.refuses(problem, hardware.by_name("H200"), direction)
+    assert ("TMA counts at most" in (reason or "")) == refused
+
+
 def test_boxes_of_pages():
     """A box of a page has its rows up to where the sequence ends; pages may lie further apart than their rows."""
     from flashtile.hopper.arguments import PACKED_ROWS, packed_descriptor

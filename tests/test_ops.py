@@ -481,3 +481,47 @@ def test_checks_see_a_wrong_answer():
     spoiled(lambda f, q, k, v, o: f(q * 1.001, k, v, **o))
     spoiled(lambda f, q, k, v, o: f(q, k[:, :-1], v[:, :-1], **o))
     spoiled(lambda f, q, k, v, o: (f(q, k, v, **o)[0].index_fill(1, torch.tensor([0]), float("nan")), f(q, k, v, **o)[1]))
+
+
+def test_gradients_with_rows_far_apart_come_to_kernels_as_copies(monkeypatch):
+    """Kernels know of q, k and v whether offsets in a tile leave int32, not of the gradient of out."""
+    seen, first = [], ops._Call.first
+    monkeypatch.setattr(ops._Call, "first", lambda self, *given: seen.append(given) or first(self, *given))
+    q = torch.randn(1, 3, 2, 16, requires_grad=True)
+    out = flashtile.attention(q, q, q)
+    far = torch.zeros(2 * 2**22 + 32).as_strided(out.shape, (3 * 2**22, 2**22, 16, 1))
+    near = torch.randn_like(out)
+    expected = torch.autograd.grad(out, q, near, retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(out, q, far.copy_(near))[0], expected)
+    *_, dout, dlse = seen[-1]
+    assert dout.is_contiguous() and dlse is None
+
+
+def test_rows_of_many_heads_are_wide():
+    """Out and gradients are contiguous, though q may be one head that stands for all."""
+    q = torch.zeros(1, 1, 1, 64).expand(1, 2, 2**16, 64)
+    kv = torch.zeros(1, 2, 1, 64)
+    options = dict(zip(ops._OPTION_NAMES, (None, None, False, (None, None), None, 0.0, 0.0, False, False)))
+    assert AttentionProblem.from_tensors(Operands(q, kv, kv), **options).wide_rows
+    assert not AttentionProblem.from_tensors(Operands(q[:, :, ::2], kv, kv), **options).wide_rows
+
+
+def test_kernels_are_compiled_ahead_on_the_gpu_of_the_tensors(monkeypatch):
+    """Each of its threads has a current GPU of its own."""
+    from contextlib import contextmanager
+    from types import SimpleNamespace
+
+    where, ran = [], []
+
+    @contextmanager
+    def on_device_of(x):
+        where.append(x)
+        yield
+        where.pop()
+
+    monkeypatch.setattr(hardware, "on_device_of", on_device_of)
+    plan = SimpleNamespace(compile_jobs=lambda *_: [lambda: ran.append(list(where))])
+    monkeypatch.setattr(dispatch, "plan_for", lambda *_: plan)
+    q = torch.zeros(1)
+    dispatch.compile_ahead(None, SimpleNamespace(q=q), ("forward",))
+    assert [len(x) for x in ran] == [1] and ran[0][0] is q

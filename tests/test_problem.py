@@ -142,9 +142,9 @@ def on_xpu(x):
         return torch.empty(x.shape, dtype=x.dtype, device="xpu")
 
 
-def huge():
-    """A call of 2**36 query rows, in no memory."""
-    q, kv = (torch.zeros(1, 1, 1, 8).expand(2**16, rows, 16, 8) for rows in (2**16, 1))
+def of_no_memory(batch, seqlen_q, heads):
+    """A call of a few bytes."""
+    q, kv = (torch.zeros(1, 1, 1, 8).expand(batch, rows, heads, 8) for rows in (seqlen_q, 1))
     return describe(q=q, k=kv, v=kv)
 
 
@@ -165,7 +165,8 @@ WRONG_CALLS = [
      "softcap: expected a number, got None."),
     (lambda: describe(softcap=X.numpy()[0, 0, 0, 0]), DtypeError, f"softcap: expected a number, got {X.numpy()[0, 0, 0, 0]!r}. "
      "Use float(softcap)."),
-    (lambda: describe(softmax_scale=10**400), ValueRangeError, f"softmax_scale: expected a finite number, got {10**400}."),
+    (lambda: describe(softmax_scale=10**400), ValueRangeError,
+     f"softmax_scale: expected a finite number that fp32 holds, got {10**400}."),
     (lambda: describe(q=X.to_sparse()), UnsupportedError, "q: expected a dense tensor, got layout torch.sparse_coo. "
      "Use q.to_dense()."),
     (lambda: describe(max_seqlen_q=5), ShapeError,
@@ -220,7 +221,13 @@ WRONG_CALLS = [
      "q: expected dtype float16, bfloat16, float32 or float64, got torch.int64. Cast q, k and v."),
     (lambda: describe(v=torch.zeros(2, 5, 4, 264)), ShapeError,
      "v: expected a head dim of 8 to 256 in steps of 8, got 264. For wider heads use F.scaled_dot_product_attention."),
-    (huge, ShapeError, "batch * heads * seqlen: expected at most 34359738352, got 68719476736. Split the batch."),
+    (lambda: of_no_memory(2**16, 2**16, 16), ShapeError,
+     "batch * heads * seqlen: expected at most 2147483647 tiles of 16 rows, got 4294967296. Split the batch."),
+    # No whole tile has fewer rows
+    (lambda: of_no_memory(2**31 + 8, 1, 1), ShapeError,
+     "batch * heads * seqlen: expected at most 2147483647 tiles of 16 rows, got 2147483656. Split the batch."),
+    (lambda: of_no_memory(1, 2**31 - 64, 1), ShapeError,
+     "seqlen: expected at most 2147483392, got 2147483584. Split the sequences, and combine the results."),
     # Index tensors
     (lambda: describe_packed(cu_seqlens_q=None), ShapeError,
      "cu_seqlens_q: expected a tensor, since cu_seqlens_k is given, got None. Pass both, or neither."),
@@ -273,10 +280,18 @@ WRONG_CALLS = [
      "window left: expected a number of keys >= 0, or None for unbounded, got -1. flash_attn's -1 is None here."),
     (lambda: describe(window=(None, 2**31)), ValueRangeError,
      f"window right: expected a number of keys >= 0, or None for unbounded, got {2**31}. flash_attn's -1 is None here."),
-    (lambda: describe(softmax_scale=math.inf), ValueRangeError, "softmax_scale: expected a finite number, got inf."),
-    (lambda: describe(softmax_scale=math.nan), ValueRangeError, "softmax_scale: expected a finite number, got nan."),
-    (lambda: describe(softcap=-1.0), ValueRangeError, "softcap: expected a finite number >= 0 (0 is off), got -1.0."),
-    (lambda: describe(softcap=math.inf), ValueRangeError, "softcap: expected a finite number >= 0 (0 is off), got inf."),
+    (lambda: describe(softmax_scale=math.inf), ValueRangeError,
+     "softmax_scale: expected a finite number that fp32 holds, got inf."),
+    (lambda: describe(softmax_scale=math.nan), ValueRangeError,
+     "softmax_scale: expected a finite number that fp32 holds, got nan."),
+    (lambda: describe(softmax_scale=1e-46), ValueRangeError,
+     "softmax_scale: expected a finite number that fp32 holds, got 1e-46."),
+    (lambda: describe(softcap=1e39), ValueRangeError,
+     "softcap: expected a finite number >= 0 that fp32 holds (0 is off), got 1e+39."),
+    (lambda: describe(softcap=-1.0), ValueRangeError,
+     "softcap: expected a finite number >= 0 that fp32 holds (0 is off), got -1.0."),
+    (lambda: describe(softcap=math.inf), ValueRangeError,
+     "softcap: expected a finite number >= 0 that fp32 holds (0 is off), got inf."),
     (lambda: describe(dropout_p=1.0), ValueRangeError,
      "dropout_p: expected 0 <= dropout_p < 1, got 1.0. Drop nothing in evaluation: 0.0."),
     (lambda: describe(dropout_p=math.nan), ValueRangeError,

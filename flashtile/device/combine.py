@@ -20,7 +20,7 @@ def combine_splits(
     """
     chain.begin(CHAINED)
     out_partial, out = aligned(out_partial), aligned(out)
-    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = number < num_rows
     head = number % num_heads
     row = (number // num_heads % seqlen_q).to(tl.int64)

@@ -7,6 +7,9 @@ from flashtile.device import versions
 
 DIRECTIONS = ("forward", "backward", "decode")
 
+# What a packed descriptor takes for the number of rows of a sequence, and the most that it counts of all
+PACKED_ROWS, MAX_PACKED_ROWS = 2**30, 2**31 - 65536
+
 # By padded head dim the most keys for which the portable kernel's smaller tiles end sooner where each multiprocessor has one
 # tile at most: H200, single runs, us from a cold L2. In brackets the portable kernel's. Head dim 64, full and causal: 4 x 384
 # keys of 11 heads 12.7 (11.1), 12.2 (11.3), 2 x 512 of 16 13.8 (12.3), 13.8 (12.7), 1 x 1024 of 16 18.1 (17.8), 18.0 (18.2),
@@ -31,6 +34,8 @@ def refuses(problem, device, direction) -> str | None:
     """Why this tier does not take a problem, or None."""
     if device.sm != 90:
         return f"needs sm_90 (H100, H200, H800), the device is {device.arch}"
+    if problem.varlen and (uncounted := _uncounted(problem, direction)):
+        return uncounted
     if direction == "backward":
         from flashtile.hopper import backward_config
 
@@ -44,6 +49,16 @@ def refuses(problem, device, direction) -> str | None:
     if problem.unaligned:
         return "TMA needs strides of q, k and v that are multiples of 16 bytes"
     return None
+
+
+def _uncounted(problem, direction) -> str | None:
+    """That packed rows are too many; those of a cache have limits of their own."""
+    totals, lengths = [problem.total_q], [problem.seqlen_q]
+    if direction != "decode":
+        totals, lengths = [*totals, problem.total_k], [*lengths, problem.seqlen_k]
+    if max(totals) <= MAX_PACKED_ROWS and max(lengths) <= PACKED_ROWS:
+        return None
+    return f"TMA counts at most {MAX_PACKED_ROWS} packed rows, {PACKED_ROWS} of a sequence"
 
 
 def _refuses_decode(problem, device) -> str | None:

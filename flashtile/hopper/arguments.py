@@ -13,6 +13,7 @@ from flashtile.device.lengths import Packing
 from flashtile.device.masks import Window
 from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
+from flashtile.hopper import MAX_PACKED_ROWS, PACKED_ROWS
 from flashtile.outputs import forward_outputs, outputs_of_parts
 from flashtile.problem import Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, packed_tiles, padded_dim
@@ -44,10 +45,6 @@ def descriptor(x, rows, block_dim, heads=1):
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 
 
-# What a packed descriptor takes for the number of rows.
-PACKED_ROWS = 2**30
-
-
 def row_stride(x):
     """From one row to the next of (..., rows, heads, dim), of which the first dims are rows as well where each has one."""
     return next((stride for size, stride in zip(x.shape[-3::-1], x.stride()[-3::-1]) if size > 1), 8)
@@ -65,11 +62,11 @@ def packed_descriptor(x, rows, block_dim, heads=1):
     apart, head_stride = row_stride(x), 8 if num_heads == 1 else x.stride(-2)
     if heads > 1:
         block = [1, 1, rows // heads, heads, block_dim]
-        return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, PACKED_ROWS, num_heads, dim],
+        return TensorDescriptor(x, [MAX_PACKED_ROWS, MAX_PACKED_ROWS, PACKED_ROWS, num_heads, dim],
                                 [2**34 - apart, apart, apart, head_stride, 1], block,
                                 gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
     block = [1, 1, 1, rows, block_dim]
-    return TensorDescriptor(x, [2**31 - 65536, 2**31 - 65536, num_heads, PACKED_ROWS, dim],
+    return TensorDescriptor(x, [MAX_PACKED_ROWS, MAX_PACKED_ROWS, num_heads, PACKED_ROWS, dim],
                             [2**34 - apart, apart, head_stride, apart, 1], block,
                             gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype]))  # fmt: skip
 

@@ -1339,7 +1339,8 @@ def backward_rows(
                           HEAD_DIM_V, BLOCK_DV, True, WIDE)  # fmt: skip
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if dlse is not None:
-        delta -= tl.load(head_ptr(dlse, sequence, start, head) + rows * dlse.row_stride, mask=exists, other=0.0)
+        dlse_ptrs = head_ptr(dlse, sequence, start, head) + rows.to(tl.int64) * dlse.row_stride
+        delta -= tl.load(dlse_ptrs, mask=exists, other=0.0)
     row_lse = tl.load(head_ptr(lse, sequence, start, head) + rows * lse.row_stride, mask=exists, other=NEG_INF)
     row_lse = tl.where(row_lse == NEG_INF, float("inf"), row_lse)
     tl.store(neg_lse + padded, row_lse * lse_factor)

@@ -62,7 +62,7 @@ def attention_delta(
             row_delta += tl.sum(out_tile[1].to(tl.float32) * dout_tile[1].to(tl.float32), 1)
         if dlse is not None:
             dlse_ptr = head_ptr(dlse, work.batch, lengths.start_q, work.head)
-            row_delta -= tl.load(dlse_ptr + rows * dlse.row_stride, mask=rows < lengths.seqlen_q, other=0.0)
+            row_delta -= tl.load(dlse_ptr + rows.to(tl.int64) * dlse.row_stride, mask=rows < lengths.seqlen_q, other=0.0)
         delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
         tl.store(delta_ptr + rows * delta.row_stride, row_delta, mask=rows < lengths.seqlen_q)
 

@@ -106,6 +106,13 @@ def test_hopper_case_in_three_parts(case, three_parts, poisoned, monkeypatch):
     test_hopper_case(case, torch.bfloat16, poisoned, monkeypatch)
 
 
+def test_combine_of_more_than_2_to_31_rows():
+    parts = torch.ones(1, 1, 1, 1, 1, device="cuda", dtype=torch.half).expand(1, 1, 2**31 + 512, 1, 1)
+    out, lse = flashtile.combine(parts, torch.zeros(1, 1, 1, 1, device="cuda").expand(1, 1, 1, 2**31 + 512))
+    for x, value in ((out.flatten(), 1), (lse.flatten(), 0)):
+        assert (x[:1024] == value).all() and (x[-1024:] == value).all()
+
+
 PREFILL = CacheCase("prefill", (1100, 0, 1733, 640, 3, 2048), seqlen_q=300, new=300, capacity=2560, causal=True, heads=8)
 
 
