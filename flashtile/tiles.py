@@ -801,7 +801,7 @@ def _many_row_tiles(problem, num_sms) -> bool:
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
 _DECODE_SINGLE = "single runs on an H200, see docs/kernels/decode.md"
 _DECODE_HEADS = "benchmarks/results/nvidia-h200/head-dims-decode.json; others single runs, see docs/kernels/decode.md"
-_DECODE_FP8 = "benchmarks/results/nvidia-h200/decode.json; others single runs, see docs/kernels/decode.md"
+_DECODE_FP8 = "benchmarks/results/nvidia-h200/decode-fp8.json; others single runs, see docs/kernels/decode.md"
 _DECODE_BOTH = "single runs on an H100 and an H200, see docs/kernels/decode.md"
 _DECODE_SOURCE = "arithmetic: hardly a spill, tiles of all stages in shared memory, of 99 KiB but for one; not measured"
 _DECODE_OLDER = "benchmarks/results/nvidia-h200/tiles-a100.json; an A100's instructions on an H200"
