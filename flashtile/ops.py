@@ -20,6 +20,7 @@ from flashtile.problem import (
     has_same_lengths,
     is_autocast,
     lse_dtype,
+    may_be_dual,
     values_readable,
 )
 
@@ -268,6 +269,8 @@ def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(("dout", "dlse", "out", "lse", *Operands._fields), (dout, dlse, out, lse, *tensors))
     if ctx.call is not None and unobserved(tensors) and not any(map(_is_batched, (dout, dlse))):
         given = Operands(*tensors), out, lse, dout.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         dq, dk, dv, dsinks = ctx.call.run_backward(*given)
@@ -369,17 +372,18 @@ def attention(
 
 
 def _refuse_transforms(operands):
-    if torch.compiler.is_compiling():
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    # Under torch.compile the stack is not that of the program
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         way_out = ("vmap: flatten the mapped dim into the batch; grad: call torch.autograd.grad; "
                    "else flashtile.reference.naive.attention.")  # fmt: skip
         raise UnsupportedError(explain("attention", "a call outside of torch.func's transforms",
                                        "a call inside of torch.func.vmap, grad or their kin", way_out))  # fmt: skip
-    if forward_ad._current_level < 0:
-        return
-    for name, x in zip(operands._fields, operands):
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+    _refuse_tangents(operands._fields, operands)
+
+
+def _refuse_tangents(names, tensors):
+    for name, x in zip(names, tensors):
+        if may_be_dual(x):
             way_out = "flashtile.reference.naive.attention has forward-mode derivatives."
             raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", "a dual tensor", way_out))
 

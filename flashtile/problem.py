@@ -299,15 +299,20 @@ def check_arguments(operands, *, max_seqlen_q=None, max_seqlen_k=None, causal, w
                 raise DtypeError(explain(name, "an int", type(value).__name__, way_out))
 
 
+def may_be_dual(x) -> bool:
+    """Whether it has a tangent, or might have one: torch.compile doesn't show those of a graph's inputs."""
+    if forward_ad._current_level < 0 or not isinstance(x, torch.Tensor):
+        return False
+    return torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None
+
+
 def check_no_gradients(function, tensors) -> None:
     """Refuse what asks for derivatives of a function that has none."""
     tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise UnsupportedError(explain(function, "tensors without gradients", "requires_grad=True",
                                        "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(map(may_be_dual, tensors)):
         raise UnsupportedError(explain(function, "tensors without tangents", "a dual tensor", "It has no derivatives."))
 
 

@@ -301,6 +301,44 @@ def test_forward_mode_is_refused(requires_grad):
         assert flashtile.attention(q, k, v).shape == q.shape
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_forward_mode_is_refused_in_compiled_frames(fullgraph):
+    q, k, v = qkv(requires_grad=False)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=fullgraph)
+    def tangent(attend):
+        return torch.func.jvp(lambda q: attend(q, k, v), (q,), (q,))[1]
+
+    message = "q: expected no tangent|a call outside of torch.func's transforms|tensors without tangents"
+    for attend in (flashtile.attention, flashtile.attention_with_kvcache):
+        with pytest.raises(Exception, match=message):
+            tangent(attend)
+
+
+def test_a_tangent_from_outside_of_a_compiled_function_is_refused():
+    """Also where it was compiled before."""
+    q, k, v = qkv(requires_grad=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(flashtile.attention, backend="eager")
+    compiled(q, k, v)
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(Exception, match="expected no tangent"):
+            compiled(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+def test_tangents_of_the_backward_pass_are_refused(name):
+    q, k, v = qkv()
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    result = out if name == "dout" else lse
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.ones_like(result), torch.ones_like(result))
+        with pytest.raises(UnsupportedError, match=f"{name}: expected no tangent.*reverse mode"):
+            torch.autograd.grad(result, q, dual, retain_graph=True)
+        assert torch.autograd.grad(result, q, torch.ones_like(result))[0].shape == q.shape
+
+
 def test_a_parameter_is_a_plain_tensor_and_a_subclass_is_not():
     """Subclasses beside plain q, k and v too: the op's dispatcher knows what they are, a kernel would read an address."""
     from flashtile.ops import unobserved
