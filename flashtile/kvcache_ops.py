@@ -14,6 +14,7 @@ import torch
 
 from flashtile import dispatch, hardware, settings
 from flashtile.calls import Calls, again, nobody_observes
+from flashtile.gradients import refuse_gradients
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
 from flashtile.ops import resolved, unobserved
 from flashtile.problem import autocast, is_autocast, lse_dtype
@@ -75,9 +76,10 @@ def _fake(*arguments):
     return out, q.new_empty(problem.lse_shape if options.return_lse else (0,), dtype=lse_dtype(q.dtype))
 
 
-for _name in ("flashtile::kvcache", "flashtile::kvcache_append"):
-    torch.library.impl(_name, ("CPU", "CUDA"), _op)
-    torch.library.register_fake(_name, _fake)
+for _name in ("kvcache", "kvcache_append"):
+    torch.library.impl(f"flashtile::{_name}", ("CPU", "CUDA"), _op)
+    torch.library.register_fake(f"flashtile::{_name}", _fake)
+    refuse_gradients(_name, "attention_with_kvcache")
 
 kvcache_op = torch.ops.flashtile.kvcache.default
 kvcache_append_op = torch.ops.flashtile.kvcache_append.default
@@ -153,6 +155,9 @@ def _combine_cuda(out_partial, lse_partial, out_dtype):
 @torch.library.register_fake("flashtile::combine")
 def _combine_fake(out_partial, lse_partial, out_dtype):
     return out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype), lse_partial.new_empty(lse_partial.shape[1:])
+
+
+refuse_gradients("combine", "combine")
 
 
 def combine(out_partial, lse_partial, out_dtype):

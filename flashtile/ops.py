@@ -261,9 +261,8 @@ def _is_batched(x):
 
 def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     """dq, dk, dv, dsinks, dslopes; None for those not needed. ctx.call: None where the op ran, with its options."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        way_out = "flashtile.reference.naive.attention has second derivatives."
-        raise UnsupportedError(explain("attention", "first derivatives only", "create_graph=True", way_out))
+    if torch.is_grad_enabled():
+        _refuse_second_derivatives()
     if dout is None and dlse is None:
         return (None,) * 5
     out, lse, *tensors = ctx.saved_tensors
@@ -282,6 +281,11 @@ def _differentiate(ctx, dout, dlse, needs_dsinks, needs_dslopes):
     return dq, dk, dv, dsinks if needs_dsinks else None, dslopes
 
 
+def _refuse_second_derivatives(*_):
+    way_out = "flashtile.reference.naive.attention has second derivatives."
+    raise UnsupportedError(explain("attention", "first derivatives only", "create_graph=True", way_out))
+
+
 _SLOPES, _SINKS = (Operands._fields.index(name) for name in ("alibi_slopes", "sinks"))
 
 
@@ -292,6 +296,9 @@ def _backward_of_op(ctx, dout, dlse):
 
 
 torch.library.register_autograd("flashtile::forward", _backward_of_op, setup_context=_keep)
+for _name in ("flashtile::backward", "flashtile::dslopes"):
+    # A traced backward pass calls these by themselves
+    torch.library.register_autograd(_name, _refuse_second_derivatives)
 
 
 class _Attention(torch.autograd.Function):

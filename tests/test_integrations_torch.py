@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -299,6 +300,64 @@ def test_forward_mode_is_refused(requires_grad):
         with pytest.raises(UnsupportedError, match="k: expected no tangent.*reverse mode"):
             flashtile.attention(q, dual, v)
         assert flashtile.attention(q, k, v).shape == q.shape
+
+
+@torch._dynamo.config.patch(trace_autograd_ops=True)
+def test_second_derivatives_are_refused_in_compiled_frames():
+    q, k, v = qkv(requires_grad=False)
+    torch._dynamo.reset()
+
+    def gradient(q, create_graph):
+        q = q.clone().requires_grad_()
+        (dq,) = torch.autograd.grad(flashtile.attention(q, k, v).square().sum(), q, create_graph=create_graph)
+        return dq.detach()
+
+    compiled = torch.compile(gradient, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, False), gradient(q, False))
+    with pytest.raises(Exception, match="first derivatives only, got create_graph=True"):
+        compiled(q, True)
+
+
+def test_second_derivatives_of_a_traced_backward_pass_are_refused():
+    """It calls the ops by themselves; where gradients are enabled it still gives the first ones."""
+    q, k, v = qkv()
+    slopes, dout = torch.rand(4, requires_grad=True), torch.randn_like(q)
+
+    def gradients(dout):
+        out = flashtile.attention(q, k, v, alibi_slopes=slopes)
+        return torch.autograd.grad(out, (q, k, v, slopes), dout)
+
+    traced = make_fx(gradients)(dout)
+    expected = gradients(dout)
+    dout.requires_grad_()
+    for got, want in zip(traced(dout), expected):
+        torch.testing.assert_close(got, want)
+        with pytest.raises(UnsupportedError, match="first derivatives only"):
+            torch.autograd.grad(got.sum(), dout, retain_graph=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_of_calls_without_them_are_refused_in_compiled_frames(backend):
+    """torch.func.grad's tensors don't show there that they want one."""
+    q, k, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(2, 8, 2, 16)
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    latent, parts = torch.randn(1, 64, 1, 576), torch.zeros(3, 2, 4, 1)
+    pages = dict(block_table=torch.zeros(1, 1, dtype=torch.int32), cache_seqlens=lengths[:1])
+
+    def append(q):
+        return flashtile.attention_with_kvcache(q, cache.clone(), cache.clone(), k=k, v=k, cache_seqlens=lengths)
+
+    for x, call in (
+        (q, lambda q: flashtile.attention_with_kvcache(q, cache, cache)),
+        (q, append),
+        (torch.randn(3, 2, 1, 4, 16), lambda out: flashtile.combine(out, parts)[0]),
+        (torch.randn(1, 1, 4, 576), lambda q: flashtile.mla.mla_decode(q, latent, **pages)),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="expected tensors without gradients"):
+            torch.compile(torch.func.grad(lambda x, call=call: call(x).square().sum()), backend=backend)(x)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(call, backend=backend, fullgraph=True)(x), call(x))
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -4,6 +4,7 @@ import torch
 
 from flashtile import hardware, settings
 from flashtile.calls import Calls, again, nobody_observes
+from flashtile.gradients import refuse_gradients
 from flashtile.mla import plan
 from flashtile.mla.problem import MlaOperands, MlaProblem, table_shape
 from flashtile.problem import lse_dtype
@@ -70,6 +71,9 @@ def _decode_fake(*arguments):
     q = operands.q
     lse = q.new_empty((problem.batch, problem.seqlen_q, problem.num_heads), dtype=lse_dtype(q.dtype)).transpose(1, 2)
     return q.new_empty((*q.shape[:-1], problem.head_dim_v)), lse
+
+
+refuse_gradients("mla_decode", "mla_decode")
 
 
 @torch.library.impl("flashtile::mla_schedule", ("CPU", "CUDA"))
