@@ -5,6 +5,7 @@ from operator import itemgetter
 import torch
 from torch.autograd import forward_ad, profiler
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashtile import hardware, settings
 from flashtile.device.launch import Remembered
@@ -127,6 +128,8 @@ def nobody_observes():
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and _num_dispatch_modes() == 0
+        # Those of make_fx(pre_dispatch=True) are not in that number
+        and not is_in_torch_dispatch_mode()
         and _innermost_transform() is None
         and not profiler._is_profiler_enabled
     )

@@ -205,6 +205,18 @@ def backward(run, inputs):
     return [x.grad for x in inputs]
 
 
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_traced_graphs_have_the_op(pre_dispatch):
+    """Not what its body does for these lengths."""
+    inputs = torch.randn(3, 9, 4, 16).unbind(0)
+    cu_seqlens, others = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 2, 9], dtype=torch.int32)
+    traced = make_fx(packed, pre_dispatch=pre_dispatch)(*inputs, cu_seqlens)
+    torch.testing.assert_close(traced(*inputs, others), packed(*inputs, others))
+    q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 8, 4, 16)
+    traced = make_fx(lambda *x: flashtile.attention_with_kvcache(*x), pre_dispatch=pre_dispatch)(q, cache, cache)
+    assert any(node.target is torch.ops.flashtile.kvcache.default for node in traced.graph.nodes)
+
+
 def test_selective_checkpoint_keeps_attention():
     """A policy may save what the op gave, so that only the rest is computed again."""
     inputs = qkv()
