@@ -114,6 +114,32 @@ def test_packed_forward_and_backward_with_a_window():
         torch.testing.assert_close(got, want[0].transpose(0, 1))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_varlen_attn_of_heads_that_lie_first(backend):
+    """The operators, here for CPU tensors, give results laid out as torch's fakes promise."""
+    varlen_attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    q, k, v = (x[0].float().transpose(0, 1).requires_grad_() for x in qkv())
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def results(attend):
+        out = attend(q * 1, k * 1, v * 1, cu, cu, 5, 5)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    try:
+        for name in ("_flash_attention_forward", "_flash_attention_backward"):
+            library.impl(name, sdpa.OPERATORS[name], "CPU")
+        torch._dynamo.reset()
+        for got, want in zip(results(torch.compile(varlen_attn, backend=backend)), results(varlen_attn)):
+            torch.testing.assert_close(got, want)
+    finally:
+        library._destroy()
+    plain = [x.detach() for x in (q, k, v)]
+    out, lse, *_, rng_state, unused, _ = sdpa.flash_attention_forward(*plain, cu, cu, 5, 5, 0.0, True, False)
+    grads = sdpa.flash_attention_backward(out, *plain, out, lse, cu, cu, 5, 5, 0.0, True, rng_state, unused)
+    assert all(x.stride() == q.stride() for x in (out, *grads))
+
+
 def test_debug_masks_are_refused():
     with pytest.raises(UnsupportedError, match="return_debug_mask: expected False"):
         sdpa.scaled_dot_product_flash_attention(*qkv(), 0.5, return_debug_mask=True)

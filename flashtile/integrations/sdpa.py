@@ -96,7 +96,7 @@ def flash_attention_forward(
         if dropout_p > 0:
             operands = operands._replace(rng_state=ops.draw_rng_state(query.device))
         result, lse = ops.forward_op(*operands, *_options(operands, max_q, max_k, dropout_p, is_causal, scale, window))
-    result = result if out is None else out.copy_(result)
+    result = _laid_out_as(query, result) if out is None else out.copy_(result)
     if not compute_auxiliary:
         return result, lse, None, None, None
     rng_state = operands.rng_state
@@ -122,7 +122,8 @@ def flash_attention_backward(
         operands = operands._replace(rng_state=rng_state.view(torch.int64))
     window = _window(window_size_left, window_size_right)
     options = _options(operands, max_q, max_k, dropout_p, is_causal, scale, window)
-    return ops.backward_op(grad_out, None, out, logsumexp, *operands, *options)[:3]
+    gradients = ops.backward_op(grad_out, None, out, logsumexp, *operands, *options)[:3]
+    return tuple(map(_laid_out_as, (query, key, value), gradients))
 
 
 def scaled_dot_product_flash_attention(
@@ -158,7 +159,10 @@ OPERATORS = {
 
 
 def _laid_out_as(like, x):
-    """x with the strides that torch.compile expects of this operator: those of its input, copied where they differ."""
+    """A dense x with the strides that torch.compile expects of an operator: those of its input, copied where they differ."""
+    if x.stride() == like.stride() or x.shape != like.shape:
+        # Of values of another head dim torch expects a wrong shape
+        return x
     result = torch.empty_like(like)
     return x if x.stride() == result.stride() else result.copy_(x)
 
