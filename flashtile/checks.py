@@ -77,7 +77,7 @@ def check_int(name, value) -> None:
 
 
 def check_number(name, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         is_tensor = isinstance(value, torch.Tensor)
         way_out = "Call .item() on a tensor once, outside the loop." if is_tensor else f"Use float({name})."
         raise DtypeError(explain(name, "a number", repr(value), way_out if hasattr(value, "dtype") else ""))

@@ -217,6 +217,17 @@ def test_traced_graphs_have_the_op(pre_dispatch):
     assert any(node.target is torch.ops.flashtile.kvcache.default for node in traced.graph.nodes)
 
 
+@pytest.mark.parametrize("call", [
+    lambda q, k, v: flashtile.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5),
+    lambda q, k, v: flashtile.attention_with_kvcache(q, k, v, softmax_scale=q.shape[-1] ** -0.5),
+    functions_of_fa2,
+], ids=["attention", "attention_with_kvcache", "flash_attn"])  # fmt: skip
+def test_scales_may_be_symbolic(call):
+    inputs = qkv(requires_grad=False)
+    traced = make_fx(call, tracing_mode="symbolic")(*inputs)
+    torch.testing.assert_close(traced(*inputs), call(*inputs))
+
+
 def test_selective_checkpoint_keeps_attention():
     """A policy may save what the op gave, so that only the rest is computed again."""
     inputs = qkv()
