@@ -520,6 +520,36 @@ def test_the_op_declares_what_it_writes():
     assert not kvcache_ops.kvcache_op._schema.is_mutable
 
 
+@pytest.mark.parametrize("how", ["unobserved", "op"])
+@pytest.mark.parametrize("tier", ["cpu", "portable", "repeated"])
+def test_autograd_sees_appends(tier, how, monkeypatch):
+    """And no writes of calls that only read, nor those to tensors of inference mode, which have no versions."""
+    if tier != "cpu":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    if tier == "repeated":
+        # What is kept for calls on a GPU
+        kept = {}
+        monkeypatch.setattr(kvcache_ops, "_known", lambda tensors, options: kept.get(tensors[3] is None))
+        monkeypatch.setattr(kvcache_ops, "_bind", lambda operands, options, bind=kvcache_ops._bind:
+                            kept.setdefault(operands.k is None, bind(operands, options)))  # fmt: skip
+    if how == "op":
+        monkeypatch.setattr(kvcache_ops, "nobody_observes", lambda: False)
+        monkeypatch.setattr(kvcache_ops, "unobserved", lambda operands: False)
+
+    def call(caches, **new):
+        before = [None if x.is_inference() else x._version for x in caches]
+        flashtile.attention_with_kvcache(q, *caches, cache_seqlens=int32(3), **new)
+        return [None if x.is_inference() else x._version > version for x, version in zip(caches, before)]
+
+    q, k, *caches = (torch.randn(1, rows, 2, 16) for rows in (1, 1, 8, 8))
+    for _ in range(2):
+        assert call(caches, k=k, v=k) == [True, True]
+        assert call(caches) == [False, False]
+    with torch.inference_mode():
+        assert call([x.clone() for x in caches], k=k, v=k) == [None, None]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic):
     """A compiled decoding step appends to the caller's cache and gives what the eager one gives."""
