@@ -54,12 +54,15 @@ def test_every_level_has_exercises():
         ("softmax", "correction = torch.exp(row_max - pivot)", "correction = torch.ones_like(row_max)", "scores in"),
         ("forward", "tile_m=64, tile_n=64):\n", "tile_m=64, tile_n=64):\n    tile_n = k.shape[0]\n", "never exist together"),
         ("forward", "acc * correction[:, None] +", "acc +", "out["),
+        ("forward", "    out, lse =", "    q.new_zeros(q.shape[0], k.shape[0])\n    out, lse =", "never exist together"),
         ("causal", "cols > rows[:, None] + shift", "cols > rows[:, None]", "40 queries, 100 keys"),
         # the seed's: hides what is before the query instead of what is after it
         ("causal", "cols > rows[:, None] + shift", "rows[:, None] + shift > cols", "96 queries"),
         ("causal", "stop = min(seqlen_k, int(rows[-1]) + shift + 1)", "stop = seqlen_k", "Skip the tiles"),
         ("dropout", "p.sum(1)", "(p * keep(cols)).sum(1)", "without dropout"),
         ("dropout", "row_sum * (1 - dropout_p)", "row_sum", "dropout_p 0.5"),
+        ("dropout", "tile_n=64):\n", "tile_n=64):\n    tile_n = k.shape[0]\n", "keep was asked for 64 columns"),
+        ("dropout", "tile_n=64):\n", "tile_n=64):\n    q.new_zeros(q.shape[0], k.shape[0])\n", "never exist together"),
         ("backward", "dp - delta[rows, None]", "dp", "64 queries, 64 keys, tiles of 32 x 48: dk[0, 0]"),
         ("backward", "dv[cols] +=", "dv[cols] =", "dv["),
         ("backward", "dq[rows] += scale *", "dq[rows] +=", "dq["),
@@ -73,13 +76,22 @@ def test_every_level_has_exercises():
         ("kernel", "tl.max(scores, 1) * scale_log2", "tl.minimum(20.0, tl.max(scores, 1) * scale_log2)", "scores of up to 300"),
         ("kernel", "tl.exp2(row_max - pivot)", "tl.exponential(row_max - pivot)", "kernel.py, line 12: AttributeError"),
         ("kernel", "@triton.jit\ndef update", "def update", "plain Python"),
-        ("tile", '"tile_m": 128', '"tile_m": 256', "KiB of shared memory"),
+        ("tile", '"num_stages": 2', '"num_stages": 6', "KiB of shared memory"),
+        ("tile", '"num_warps": 8', '"num_warps": 64', "1 to 32 warps"),
+        ("tile", '"tile_m": 128', '"tile_m": 128.0', "expected a whole number for each of tile_m"),
+        ("tile", "head_dim * itemsize", "head_dim * 2", "4 bytes an element"),
         ("tile", '"num_warps": 8', '"num_warps": 2', "registers"),
         ("bound", "2 * batch * seqlen_k * heads_kv", "2 * batch * seqlen_k * heads", "bytes_moved"),
+        ("bound", "seqlen_q * (seqlen_k - seqlen_q) +", "", "a chunk of 512 tokens on 4096, fp32"),
+        ("bound", "heads_kv * head_dim * itemsize", "heads_kv * head_dim * 2", "4 bytes an element: bytes_moved"),
+        ("bound", '("memory", memory)', "memory", "expected bound, ms; of type float was returned"),
         ("bound", "compute >= memory", "compute <= memory", "expected compute"),
         ("combine", "lse_max + total.log()", "total.log()", "pieces of 10, 54, 32 and 0 keys: lse[0]"),
+        ("combine", "lses.amax(0)", "lses.amax().expand(lses.shape[1])", "moved by another number"),
         ("combine", "torch.where(total == 0, 1.0, total)", "total", "without a visible key"),
         ("mla", "    return", '    torch.einsum("sr,hrd->hsd", c, w_k)\n    return', "Multiply the query"),
+        ("mla", "    return", "    [c @ w for w in w_k]\n    return", "one head after the other"),
+        ("mla", "    return", "    q.new_empty(w_k.shape[0], c.shape[0], q.shape[1])\n    return", "Multiply the query"),
         ("varlen", " + tile_m - 1", "", "tile (0, 0) (sequence, first row) is missing"),
         ("varlen", "    if causal:", "    if not causal:", "stands before"),
         ("varlen", "seqlen_k[sequences]", "seqlen_q[sequences]", "chunks of 40, 1 and 64 queries"),
@@ -92,6 +104,105 @@ def test_a_check_sees_a_mistake_and_names_it(name, old, new, says, tmp_path):
     outcome = attempt(name, tmp_path, (old, new))
     assert outcome.status == "wrong"
     assert says in outcome.words
+
+
+ADDMM = ("acc * correction[:, None] + p @ v[cols]", "torch.addmm(acc * correction[:, None], p, v[cols])")
+ALL_TILES = ("stop = min(seqlen_k, int(rows[-1]) + shift + 1)", "stop = seqlen_k")
+IN_PLACE = [
+    ("dv[cols] += p.T @ dout[rows]", "dv[cols].addmm_(p.T, dout[rows])"),
+    ("dk[cols] += scale * dscores.T @ q[rows]", "dk[cols].addmm_(scale * dscores.T, q[rows])"),
+    ("dq[rows] += scale * dscores @ k[cols]", "dq[rows].addmm_(scale * dscores, k[cols])"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, replacements, hidden",
+    [("causal", [ADDMM], ALL_TILES), ("backward", IN_PLACE, ("if causal else 0\n", "if False else 0\n"))],
+)
+def test_products_that_add_are_counted(name, replacements, hidden, tmp_path):
+    outcome = attempt(name, tmp_path, *replacements)
+    assert outcome.status == "done" and outcome.words == attempt(name, tmp_path).words
+    outcome = attempt(name, tmp_path, *replacements, hidden)
+    assert outcome.status == "wrong" and "Skip the tiles" in outcome.words
+
+
+def test_flops_of_every_product():
+    a, b, x, batch = torch.ones(3, 4), torch.ones(4, 5), torch.ones(4), torch.ones(2, 3, 4)
+    for product, flops in {
+        lambda: a @ b: 2 * 3 * 4 * 5,
+        lambda: torch.addmm(torch.ones(3, 5), a, b): 2 * 3 * 4 * 5,
+        lambda: torch.ones(3, 5).addmm_(a, b): 2 * 3 * 4 * 5,
+        lambda: torch.baddbmm(torch.ones(2, 3, 5), batch, b.expand(2, 4, 5)): 2 * 2 * 3 * 4 * 5,
+        lambda: torch.addbmm(torch.ones(3, 5), batch, b.expand(2, 4, 5)): 2 * 2 * 3 * 4 * 5,
+        lambda: a @ x: 2 * 3 * 4,
+        lambda: torch.addmv(torch.ones(3), a, x): 2 * 3 * 4,
+        lambda: x @ x: 2 * 4,
+    }.items():
+        assert count(product)[0].flops == flops
+
+
+@pytest.mark.parametrize(
+    "name, text, says",
+    [
+        ("forward", """
+def forward(q, k, v, tile_m, tile_n):
+    scores = [k @ x * q.shape[1] ** -0.5 for x in q]
+    return torch.stack([torch.softmax(row, 0) @ v for row in scores]), torch.stack([row.logsumexp(0) for row in scores])
+""", "8 queries, 4096 keys"),
+        ("backward", """
+def backward(q, k, v, out, lse, dout, causal, tile_m, tile_n):
+    scale, shift = q.shape[1] ** -0.5, k.shape[0] - q.shape[0]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for i in range(q.shape[0]):
+        stop = max(0, i + shift + 1) if causal else k.shape[0]
+        p = torch.softmax(k[:stop] @ q[i] * scale, 0)
+        dscores = scale * p * (v[:stop] @ dout[i] - dout[i] @ out[i])
+        dq[i] = dscores @ k[:stop]
+        dk[:stop] += dscores[:, None] * q[i]
+        dv[:stop] += p[:, None] * dout[i]
+    return dq, dk, dv
+""", "8 queries, 4096 keys"),
+    ],
+)  # fmt: skip
+def test_whole_rows_are_no_tiles(name, text, says, tmp_path):
+    (tmp_path / f"{name}.py").write_text("import torch\n\n" + text)
+    outcome = check(find(name), tmp_path)
+    assert outcome.status == "wrong" and says in outcome.words and "never exist together" in outcome.words
+
+
+def test_an_exercise_that_leaves_python_is_told(tmp_path, capsys):
+    (tmp_path / "softmax.py").write_text("import sys\n\nsys.exit(0)\n")
+    assert cli.main(["learn", "softmax", "--dir", str(tmp_path)]) == 3
+    assert "softmax.py, line 3: SystemExit: 0" in capsys.readouterr().err
+    outcome = attempt("kernel", tmp_path, ("    out, lse = torch.empty_like(q)", "    raise SystemExit(0)\n    out, lse = q"))
+    assert outcome.status == "wrong" and "SystemExit: 0" in outcome.words
+
+
+@pytest.mark.parametrize(
+    "name, old, new, says",
+    [
+        ("softmax", "return new_max,", "return 1.0,", "row_max is of type float; expected a tensor of shape (6,), float64"),
+        ("softmax", "p, correction\n", "p\n", "expected row_max, row_sum, p, correction; a tuple of 3 was returned"),
+        ("forward", "return out, lse", "return out", "expected out, lse; a tensor of shape (64, 16), float64 was returned"),
+        ("forward", "return out, lse", "return out.float(), lse", "out is a tensor of shape (64, 16), float32; expected"),
+        ("bug", "return acc / row_sum[:, None],", "return None,", "128 keys: out is None; expected a tensor"),
+        ("backward", "return dq, dk, dv", "return dq.tolist(), dk, dv", "dq is a list of 64; expected a tensor"),
+        ("mla", "return torch.einsum", "return 1.0 or torch.einsum", "out is of type float; expected a tensor"),
+        ("varlen", "first_rows[order]\n", "first_rows[order] / 1\n", "float32; expected a tensor of integers"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named(name, old, new, says, tmp_path):
+    outcome = attempt(name, tmp_path, (old, new))
+    assert outcome.status == "wrong" and says in outcome.words
+
+
+def test_the_mended_tiles_keep_their_size(tmp_path):
+    begin(find("bug"), tmp_path)
+    stub = (tmp_path / "bug.py").read_text()
+    cut = stub.replace("    tile = x.new_zeros(size, x.shape[1])\n", "    return x[begin : begin + size]\n    tile = 0\n")
+    (tmp_path / "bug.py").write_text(cut)
+    outcome = check(find("bug"), tmp_path)
+    assert cut != stub and outcome.status == "wrong" and "Keep tiles at their 64 rows" in outcome.words
 
 
 def test_the_planted_bug_is_right_where_its_text_says_so(tmp_path):

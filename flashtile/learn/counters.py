@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 # Make tensors out of nothing; a kernel would start from registers of zeros.
 CREATES = {"zeros", "full", "empty", "new_zeros", "new_full", "new_empty", "zeros_like", "empty_like", "arange",
            "scalar_tensor"}  # fmt: skip
-PRODUCTS = {"mm", "bmm"}
-EXPONENTIALS = {"exp", "exp2"}
+PRODUCTS = {"mm", "bmm", "mv", "dot", "addmm", "addmv", "addbmm", "baddbmm"}
+EXPONENTIALS = {"exp", "exp2", "_softmax"}
 POINTWISE = {"add", "sub", "rsub", "mul", "div", "maximum", "where", "masked_fill", "reciprocal"}
 OVERWRITES = {"copy_", "fill_", "zero_"}
 
@@ -27,6 +27,7 @@ class Counts(NamedTuple):
     """flops: of matrix products, a multiply-add is 2. exps, pointwise: elements of results. read, written: bytes of memory.
 
     largest: elements of the largest tensor that was computed. allocated: of the largest made out of nothing, as by zeros.
+    largest_exps: of the largest tensor of exponentials.
     """
 
     flops: int
@@ -36,6 +37,12 @@ class Counts(NamedTuple):
     written: int
     largest: int
     allocated: int
+    largest_exps: int
+
+    @property
+    def made(self) -> int:
+        """Elements of the largest tensor, computed or made out of nothing."""
+        return max(self.largest, self.allocated)
 
     @property
     def bytes(self) -> int:
@@ -54,7 +61,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, on_chip_bytes):
         super().__init__()
         self.on_chip_bytes = on_chip_bytes
-        self.flops = self.exps = self.pointwise = self.largest = self.allocated = 0
+        self.flops = self.exps = self.pointwise = self.largest = self.allocated = self.largest_exps = 0
         # (tensor, "read" or "written"), in order; kept alive, so that no address is used twice
         self.accesses = []
 
@@ -77,9 +84,12 @@ class _Recorder(TorchDispatchMode):
         elements = sum(x.numel() for x in results)
         base = name.removesuffix("_")
         if base in PRODUCTS:
-            self.flops += 2 * elements * args[0].shape[-1]
+            # a sum that they are added to comes before the two factors
+            left, right = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.flops += 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
         elif base in EXPONENTIALS:
             self.exps += elements
+            self.largest_exps = max(self.largest_exps, elements)
         elif base in POINTWISE:
             self.pointwise += elements
         self.largest = max([self.largest, *(x.numel() for x in results if not written)])
@@ -101,4 +111,5 @@ class _Recorder(TorchDispatchMode):
             held += 0 if hit else size
             while held > self.on_chip_bytes:
                 held -= on_chip.popitem(last=False)[1]
-        return Counts(self.flops, self.exps, self.pointwise, **moved, largest=self.largest, allocated=self.allocated)
+        sizes = {"largest": self.largest, "allocated": self.allocated, "largest_exps": self.largest_exps}
+        return Counts(self.flops, self.exps, self.pointwise, **moved, **sizes)

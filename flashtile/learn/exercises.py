@@ -106,7 +106,7 @@ def check(exercise: Exercise, folder) -> Outcome:
         return Outcome("todo")
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
-    except Exception as error:  # the learner's own
+    except (Exception, SystemExit) as error:  # the learner's own
         # a module's file is an absolute path, also where folder is not
         file = str(path.absolute())
         frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == file), None)

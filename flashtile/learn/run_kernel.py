@@ -17,7 +17,7 @@ import torch
 def main(exercise, cases, results):
     try:
         told = {"results": outcomes(exercise, torch.load(cases))}
-    except Exception as error:  # the learner's own
+    except (Exception, SystemExit) as error:  # the learner's own
         told = {"error": describe(error, exercise)}
     torch.save(told, results)
 

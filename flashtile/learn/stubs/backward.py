@@ -9,7 +9,8 @@ With causal=True query i sees key j when j <= i + seqlen_k - seqlen_q. Tiles tha
 exercise `causal`. A query that sees no key has out 0 and lse -inf; its dq is 0, and it adds nothing to dk and dv.
 
 Guide: part 1, "The backward pass". Done when: dq, dk and dv are those of autograd for lengths that are no multiple of
-the tile, no tensor was made with more elements than a tile or an operand, and the FLOPs of hidden tiles were saved.
+the tile, no tensor was made with more elements than a tile or an operand, p is never larger than a tile, and the FLOPs of
+hidden tiles were saved.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 FLOPs: those of the matrix products, on the (query, key) pairs that the mask leaves (causal, bottom-right). Bytes:
 each operand read once, out and lse (4 bytes a row and head) written once. The floor is the longer of the two times.
-The check compares your predictions for a prefill, a decode step and a short batch on an H200, then measures one call
-on this machine, and shows how far it is from your floor.
+The check compares your predictions for a prefill, a chunk of one, a decode step and a short batch on an H200, then
+measures one call on this machine, and shows how far it is from your floor.
 
 Guide: part 1, "The roofline first". Done when: the predictions agree with `flashtile explain`.
 """

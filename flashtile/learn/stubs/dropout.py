@@ -4,8 +4,9 @@ The weights of the definition are p / row_sum; dropout sets some of them to 0 an
 The mask is not stored: `keep` computes it again for any tile, from the positions. Two questions to answer first:
 which of row_sum and acc sees the mask? And where is 1 / (1 - dropout_p) cheapest?
 
-Guide: part 1, "Dropout". Done when: out is that of the definition with the same mask, and lse is that without
-dropout.
+Guide: part 1, "Dropout". Done when: out is that of the definition with the same mask, lse is that without
+dropout, `keep` is called with at most tile_n columns, and no tensor was made with more elements than a tile or an
+operand.
 """
 
 from collections.abc import Callable

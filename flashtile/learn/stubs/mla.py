@@ -4,7 +4,8 @@ MLA stores one latent a token, c (seqlen_k, rank), for all heads; keys and value
 Making them costs memory traffic that the small cache was meant to save. But (q (c w_k)ᵀ) = (q w_kᵀ) cᵀ: the
 projection can be absorbed into the query, and that of the values can wait until after the sum.
 
-Guide: part 5, "MLA". Done when: out is that of the definition, and no tensor of the size of all heads' keys was made.
+Guide: part 5, "MLA". Done when: out is that of the definition, no tensor of the size of all heads' keys was made, and
+the FLOPs are those of the absorbed form.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 A thread block of the forward kernel holds one tile of q, and num_stages tiles of k and v, in shared memory; in
 registers, in fp32, the accumulator (tile_m, head_dim) and the scores (tile_m, tile_n). Give both sizes as functions,
-then choose a tile for an A100 (sm_80: 164 KiB of shared memory an SM, of which each block costs 1 KiB more than it
+then choose a tile for an H100 (sm_90: 228 KiB of shared memory an SM, of which each block costs 1 KiB more than it
 asks for; 65536 registers an SM, at most 255 a thread) with head dim 128 in bf16 so that TWO blocks run on an SM:
 while one waits for its softmax, the other keeps the tensor cores busy.
 
