@@ -28,6 +28,10 @@ class UnsupportedError(FlashtileError, NotImplementedError):
     """The call is well formed, but no tier takes it; lists each refusal."""
 
 
+class Unavailable(FlashtileError):
+    """It can't run on this machine; the message says what is missing."""
+
+
 def explain(subject, expected, got, remedy=""):
     """One sentence form for every message: subject, what was expected, what came, the way out."""
     message = f"{subject}: expected {expected}, got {got}."

@@ -80,7 +80,7 @@ def test_run_prints_what_the_seed_asks_for(capsys):
     assert cli.main(["run", *QUICK]) == 0
     out = capsys.readouterr().out
     for text in ("Forward Pass Results:", "Backward Pass Results:", "Time (min):", "Time (avg):", "Time (max):", "Memory:",
-                 "TFLOPs/s (peak):", "TFLOPs/s (avg):", "Time (median):", "repro: flashtile run -b 1 -s 64"):  # fmt: skip
+                 "TFLOPs/s (peak):", "TFLOPs/s (avg):", "Time (median):", "flashtile run -b 1 -s 64"):  # fmt: skip
         assert text in out, text
     assert "CPU result, the reference implementation, not a statement about the kernels" in out
 
@@ -95,6 +95,19 @@ def test_seed_flags_work_unchanged(capsys):
     assert config["causal"] is True and config["dtype"] == "fp16"
     assert result["mode"] == "fwd" and len(result["samples_ms"]) == 4
     assert document["roofs"]
+
+
+def test_repro_has_what_a_row_was_measured_with(capsys, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", "sdpa,reference")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd")
+    flags = "-b 1 -s 64 --nheads 2 -d 16 --dtype fp32 --mode fwd --seed 0"
+    assert document["results"][0]["repro"] == f"FLASHTILE_TIER=sdpa,reference flashtile run {flags} --device cpu"
+    monkeypatch.delenv("FLASHTILE_TIER")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--timer", "wall", "--l2", "warm")
+    repro = f"TRITON_INTERPRET=1 flashtile run {flags} --timer wall --l2 warm --device cpu"
+    assert document["results"][0]["repro"] == repro
 
 
 def test_other_shape_flags(capsys):
@@ -269,6 +282,10 @@ run --json - --csv -
 run --json tests
 compare --threshold much
 compare --baseline nothing
+run --save=
+sweep --out=
+sweep --out=tests/
+scale --gpus 2
 frobnicate
 """
 

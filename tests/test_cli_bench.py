@@ -176,6 +176,7 @@ def test_memory_formulas_need_no_gpu(capsys):
     shape = ["-b", "2", "--nheads", "16", "-d", "128", "-s", "1k,64k", "--no-progress"]
     assert cli.main(["memory", *shape, "--target", "H200", "--json", "m.json"]) == 0
     out = capsys.readouterr().out
+    assert "naive = S + P + O + copies" in out
     assert "(144)" in out and "(8.12)" in out and "17.7x" in out and "flash only" in out and "naive 34,048" in out
     document = record.load("m.json")
     assert document["memory"][1]["largest_seqlen"] == 4563136
@@ -416,6 +417,12 @@ def test_several_cases_over_gpus_are_refused_before_one_is_measured(capsys, monk
     monkeypatch.setattr(engine, "run", None)
     assert cli.main(["scale", *SMALL, "-b", "1,2", "--kind", "weak"]) == 2
     assert "expected one case for --kind weak, got 2" in capsys.readouterr().err
+    for flags, words in (
+        ("--gpus 2", "gpus: expected none for --kind batch"), ("--kind strong --gpus 3", "can't be shared out evenly"),
+        ("--kind weak --gpus 2,x", "gpus: expected a positive number"),
+    ):  # fmt: skip
+        assert cli.main(["scale", *SMALL, *flags.split()]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_shares_of_a_problem():
@@ -622,6 +629,22 @@ def test_presets_of_a_file_are_refused_by_its_name(line, capsys):
     assert "flashtile: flashtile.toml: expected tables" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text, words", [
+    ("[presets]\na = 3\n", "presets.a: expected a table [presets.a], got 3"),
+    ("presets = 3\n", "presets: expected tables, got 3"),
+    ("[presets.mine]\nseqlen = [[64]]\n", "seqlen: expected a number, a text, or a list of them, got [[64]]"),
+])  # fmt: skip
+def test_what_is_no_preset_is_told(text, words, capsys):
+    Path("flashtile.toml").write_text(text)
+    assert cli.main(["presets"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_list_in_a_preset_is_a_list(capsys):
+    Path("flashtile.toml").write_text("[presets.mine]\nseqlen = [64, '1k']\n")
+    assert [case.seqlen_k for case in build_cases("mine")] == [64, 1024]
+
+
 def test_brackets_are_shown_as_they_are(capsys):
     Path("flashtile.toml").write_text("[presets.'a[b]']\nabout = 'x [/red]'\n")
     assert cli.main(["presets"]) == 0
@@ -646,6 +669,12 @@ def test_a_path_that_can_not_be_written_is_named(line, capsys):
     Path("file").touch()
     assert cli.main(line.split()) == 2
     assert "flashtile: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder in which no file can be made")
+def test_a_file_that_can_not_be_made_is_named_as_given(capsys):
+    assert cli.main(["memory", "-s", "64", "--target", "H200", "--no-progress", "--json", "/proc/flashtile.json"]) == 2
+    assert "flashtile: /proc/flashtile.json: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["H200,A100", "RTX A1000", "L200"])

@@ -138,6 +138,11 @@ def test_latent_decode(capsys):
     assert code == 0 and "memory-bound" in text
 
 
+def test_wide_heads_are_no_latent_cache(capsys):
+    assert main(["explain", "--no-compile", "-d", "512", "--target", "H200"]) == 2
+    assert "expected a head dim of 8 to 256 in steps of 8, got 512" in capsys.readouterr().err
+
+
 def test_several_targets_stand_under_each_other(capsys):
     code, text = explain(capsys, "-s", "4096", "-d", "128", "--target", "A100,B200")
     assert code == 0 and "(ridge 153)" in text and "(ridge 281)" in text

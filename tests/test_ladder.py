@@ -10,7 +10,7 @@ import torch
 
 from flashtile import cli, hardware, ladder
 from flashtile.bench.cases import BenchCase
-from flashtile.errors import FlashtileError, UnsupportedError
+from flashtile.errors import FlashtileError, Unavailable, UnsupportedError
 from flashtile.ladder import launch, nvrtc, rungs
 from flashtile.problem import AttentionProblem, Operands
 from flashtile.tiles import TileConfig
@@ -68,14 +68,16 @@ def test_the_compiler_says_what_is_wrong(tmp_path):
         nvrtc.compile_file(path, "sm_80", {})
 
 
-def test_without_cuda_core_the_error_names_the_extra(monkeypatch):
+def test_without_cuda_core_the_error_names_the_extra(monkeypatch, capsys):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     nvrtc._cuda.cache_clear()
     monkeypatch.setattr(nvrtc, "import_module", missing)
-    with pytest.raises(UnsupportedError, match=r"pip install 'flashtile\[ladder\]'"):
+    with pytest.raises(Unavailable, match=r"pip install 'flashtile\[ladder\]'"):
         nvrtc.compile_file(rungs.get(1).path, "sm_80", {})
+    assert cli.main(["ladder", "show", "1", "--target", "H200"]) == 6
+    assert "pip install 'flashtile[ladder]'" in capsys.readouterr().err
     assert "flashtile[ladder]" in nvrtc.unavailable()
 
 
@@ -235,10 +237,18 @@ def test_show_target_needs_no_gpu(capsys):
 
 
 @needs_nvrtc
-def test_explain_ladder(capsys):
+def test_explain_ladder():
+    from flashtile.cli.ladder import lines_for_case
+
+    (rung,) = (line for line in lines_for_case(BenchCase(dtype="fp32"), hardware.by_name("A100"), True) if "rung 4" in line)
+    assert "head dim 64, forward: tiles 64x64, 256 threads, 1 stages, 68.0 KiB shared" in rung and "registers" in rung
+
+
+def test_explain_ladder_without_compiling(capsys, monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_file", None)
     assert cli.main(["explain", "--ladder", "--target", "A100", "--dtype", "fp32", "--no-compile"]) == 0
     out = capsys.readouterr().out
-    assert "rung 4    head dim 64, forward: tiles 64x64, 256 threads, 1 stages, 68.0 KiB shared" in out
+    assert "rung 4    tiles 64x64, 256 threads, 1 stages, 68.0 KiB shared\n" in out
     assert "rung 5    not tensor cores: takes fp16, not float32" in out
 
 
@@ -288,6 +298,7 @@ def test_compare_runs_from_end_to_end(monkeypatch, capsys):
     monkeypatch.setattr(launch, "backward", backward)
     monkeypatch.setattr(rungs, "refuses", lambda rung, problem, *_: None if on_dtype(rung, problem) else "its dtype")
     case = BenchCase(1, 64, 64, 2, 2, 64, 64, True, "fp16")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     settings = engine.Settings(rounds=6, rep_ms=6, roof=False)
     report = bench.compare([case], [1, 8, 9, 10], device="cpu", settings=settings)
     status = {(r.case.dtype, r.backend, r.mode): (r.status, r.reason) for r in report.results}

@@ -1,6 +1,7 @@
 """The exercises: each check passes with a solution and fails without one, and says what is wrong."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -280,6 +281,18 @@ def test_no_warning_where_numpy_is_not_installed(tmp_path):
     code = f"import sys; sys.modules['numpy'] = None; from flashtile import cli; cli.main({words})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SOLUTIONS.parents[1])
     assert f"1 of {len(EXERCISES)} done" in run.stdout and run.stderr == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_a_kernel_without_numpy_is_not_wrong(interpret, tmp_path):
+    shutil.copy(SOLUTIONS / "kernel.py", tmp_path)
+    words = ["learn", "kernel", "--dir", str(tmp_path)]
+    code = f"import sys; sys.modules['numpy'] = None; from flashtile import cli; sys.exit(cli.main({words}))"
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    more = {"capture_output": True, "text": True, "cwd": SOLUTIONS.parents[1], "env": environment}
+    run = subprocess.run([sys.executable, "-c", code], **more)
+    assert run.returncode == 6 and "pip install 'numpy<2.4'" in run.stderr
 
 
 def test_begin_leaves_work_alone(tmp_path):

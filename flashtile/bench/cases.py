@@ -592,8 +592,12 @@ def presets() -> dict[str, Preset]:
         return PRESETS
     try:
         tables = tomllib.loads(USER_PRESETS.read_text(encoding="utf-8")).get("presets", {})
+        if not isinstance(tables, dict):
+            raise UsageError(f"presets: expected tables, got {tables!r}.")
         own, known = {}, [field.name for field in fields(Shape)]
         for name, table in tables.items():
+            if not isinstance(table, dict):
+                raise UsageError(f"presets.{name}: expected a table [presets.{name}], got {table!r}.")
             about = str(table.pop("about", "of flashtile.toml"))
             for key in table:
                 if key not in known:
@@ -618,6 +622,10 @@ def _of_toml(key, value):
         return float(value)
     if key == "causal" and isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list) and all(isinstance(item, int | str) for item in value):
+        return ",".join(map(str, value))
+    if not isinstance(value, int | float | str):
+        raise UsageError(f"{key}: expected a number, a text, or a list of them, got {value!r}.")
     return str(value)
 
 

@@ -7,6 +7,7 @@ compare:  rounds; in each, every backend runs one block in random order, and onl
 
 import gc
 import random
+import shlex
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -251,6 +252,21 @@ class Listener:
         """All modes of a case are done."""
 
 
+def variables() -> str:
+    """What a shell sets before a command, so that it gets the tiers of this process."""
+    from flashtile import settings
+
+    found = settings.recorded(("FLASHTILE_TIER", "TRITON_INTERPRET"))
+    return "".join(f"{name}={shlex.quote(value)} " for name, value in found.items())
+
+
+def command_line(words: str, chosen: Settings) -> str:
+    """The line that repeats a row: a command and its flags, with the variables, the seed, and a timer and L2 of one's own."""
+    flags = "".join(f" --{name} {getattr(chosen, name)}" for name in ("timer", "l2")
+                    if getattr(chosen, name) != getattr(Settings, name))  # fmt: skip
+    return f"{variables()}flashtile {words} --seed {chosen.seed}{flags}"
+
+
 def resolve_device(device: str | None, gpu_for: str = "") -> torch.device:
     """A torch.device from "cuda:0", "cpu" or None (the GPU, where there is one).
 
@@ -488,9 +504,8 @@ class _Measurement:
 
     def _add(self, case, name, mode, status="ok", reason="", **more) -> Result:
         work = "fwd" if mode in FORWARD_MODES else mode
-        repro = f"flashtile run {case.flags()} --mode {mode}"
-        repro += f" --backend {name}" if name != SUBJECT else ""
-        repro += f" --seed {self.settings.seed}" + (" --device cpu" if self.device.type == "cpu" else "")
+        words = f"run {case.flags()} --mode {mode}" + (f" --backend {name}" if name != SUBJECT else "")
+        repro = command_line(words, self.settings) + (" --device cpu" if self.device.type == "cpu" else "")
         flops, num_bytes = case.flops(work), case.problem().bytes_moved(work)
         if mode == DECODE:
             # Of a cache only what a window lets be seen is read.

@@ -119,8 +119,8 @@ def compare(cases, numbers, modes=("fwd", "bwd"), config=None, **options):
     for result in report.results:
         if result.backend.startswith("rung-"):
             flags = replace(result.case, dtype=cases[0].dtype).flags()
-            result.repro = (f"flashtile ladder run --rung {result.backend.removeprefix('rung-')} {flags} --mode {result.mode} "
-                            f"--seed {report.settings.seed}")  # fmt: skip
+            words = f"ladder run --rung {result.backend.removeprefix('rung-')} {flags} --mode {result.mode}"
+            result.repro = engine.command_line(words, report.settings)
     report.resolved["tiles"] = {
         backend_name(rung): {dim: asdict(config or rung.configs[dim]) for dim in sorted({case.head_dim for case in cases})
                              if dim in rung.configs}

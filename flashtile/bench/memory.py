@@ -1,11 +1,12 @@
 """Memory of attention: what a call allocates beyond its inputs, measured, beside what the formulas say.
 
-    naive, forward    S + P + O           scores and weights, (batch, heads, seqlen_q, seqlen_k) in the dtype, and the output
-    naive, training   4 S + O + ...       P, its gradient and two of S live at the same time
+    naive, forward    S + P + O + copies  scores and weights, (batch, heads, seqlen_q, seqlen_k) in the dtype, and the output
+    naive, training   4 S + O + copies    P, its gradient and two of S live at the same time
     flash, forward    O + lse             fp32, one number a row
     flash, training   O + lse + dQ + dK + dV + row statistics (+ dQ once more in fp32 in the Hopper tier)
 
-The naive formulas also count what PyTorch copies: a batched product of (batch, heads, ...) views makes its operands contiguous.
+Copies are what PyTorch makes of operands: a batched product of (batch, heads, ...) views makes them contiguous, and keys and
+values are repeated for the heads of a group. A mask counts beside them.
 """
 
 from dataclasses import replace
@@ -92,7 +93,7 @@ class _MemoryMeasurement(engine._Measurement):
     def _add(self, case, name, mode, *arguments, **more):
         more["predicted_mem_bytes"] = predicted_bytes(case, name, mode, self.hardware)
         result = super()._add(case, name, mode, *arguments, **more)
-        result.repro = f"flashtile memory {case.flags()}" + (" --train" if mode != "fwd" else "")
+        result.repro = f"{engine.variables()}flashtile memory {case.flags()}" + (" --train" if mode != "fwd" else "")
         return result
 
     def _does_not_fit(self, case, mode):

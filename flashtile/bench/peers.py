@@ -19,12 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_HAS_NOT, UsageError, cu_seqlens
-from flashtile.errors import FlashtileError, UnsupportedError
+from flashtile.errors import FlashtileError, Unavailable, UnsupportedError
 from flashtile.problem import AttentionProblem, Operands
-
-
-class Unavailable(FlashtileError):
-    """The backend can't run on this machine; the message says what is missing."""
 
 
 class Refused(FlashtileError):

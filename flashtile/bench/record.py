@@ -273,10 +273,14 @@ def write(path: str, text: str) -> None:
     # What a link points at, not the link
     target = target.resolve()
     options = {"dir": target.parent, "prefix": f".{target.name}.", "delete": False, "encoding": "utf-8"}
-    with tempfile.NamedTemporaryFile("w", **options) as handle:
-        handle.write(text)
-    os.chmod(handle.name, 0o644)
-    os.replace(handle.name, target)
+    try:
+        with tempfile.NamedTemporaryFile("w", **options) as handle:
+            handle.write(text)
+        os.chmod(handle.name, 0o644)
+        os.replace(handle.name, target)
+    except OSError as error:
+        # It has the name of the temporary file.
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def csv_row(row: dict) -> dict:

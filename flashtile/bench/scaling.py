@@ -66,11 +66,11 @@ def share(case: BenchCase, kind: str, strategy: str, gpus: int) -> tuple[BenchCa
     return case, replace(case, **{name: size // gpus for name, size in sizes.items()})
 
 
-def over_gpus(case, kind, strategy, gpus, mode, *, device_type="cuda", settings=None, say=lambda text: None) -> list[Row]:
-    """Rows of strong or weak scaling for each count of `gpus`.
+def check_counts(case, kind, strategy, gpus, device_type) -> None:
+    """Refuse counts of `gpus`.
 
     Raises:
-        peers.Unavailable: fewer GPUs here than asked for, or a process failed.
+        peers.Unavailable: fewer GPUs here than asked for. UsageError: the case can't be shared out evenly.
     """
     import torch
 
@@ -79,6 +79,17 @@ def over_gpus(case, kind, strategy, gpus, mode, *, device_type="cuda", settings=
     if device_type == "cuda" and max(gpus) > torch.cuda.device_count():
         raise Unavailable(f"scale: {max(gpus)} GPUs asked for, {torch.cuda.device_count()} are here. "
                           "--kind batch scales the batch on one.")  # fmt: skip
+    for count in gpus:
+        share(case, kind, strategy, count)
+
+
+def over_gpus(case, kind, strategy, gpus, mode, *, device_type="cuda", settings=None, say=lambda text: None) -> list[Row]:
+    """Rows of strong or weak scaling for each count of `gpus`.
+
+    Raises:
+        peers.Unavailable: fewer GPUs here than asked for, or a process failed.
+    """
+    check_counts(case, kind, strategy, gpus, device_type)
     settings, rows = settings or engine.Settings(), []
     for count in gpus:
         whole, part = share(case, kind, strategy, count)

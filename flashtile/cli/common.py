@@ -177,13 +177,13 @@ class OutputFlags:
         """Refuse what can't be written before hours of measurement.
 
         Raises:
-            UsageError: two outputs on stdout, or a folder that isn't there and can't be made.
+            UsageError: an empty name, two outputs on stdout, or a folder that isn't there and can't be made.
         """
         from pathlib import Path
 
         from flashtile.bench.cases import UsageError
 
-        if self.keep and ("/" in self.keep or "\\" in self.keep):
+        if self.keep is not None and (not self.keep.strip() or "/" in self.keep or "\\" in self.keep):
             raise UsageError(f"--save: expected a name, got {self.keep!r}. --json writes to a path.")
         targets = [target for target in (self.json, self.csv, self.md) if target]
         if targets.count("-") > 1:
@@ -325,7 +325,7 @@ def command(function):
 
 def _guarded(function, arguments) -> int:
     """function's exit code; what a user can mend is one line on stderr, what is our fault a traceback."""
-    from flashtile.errors import FlashtileError
+    from flashtile.errors import FlashtileError, Unavailable
 
     try:
         return function(**arguments) or OK
@@ -334,7 +334,7 @@ def _guarded(function, arguments) -> int:
         return INTERRUPTED
     except FlashtileError as error:
         complain(str(error))
-        return MISSING if type(error).__name__ == "Unavailable" else USAGE
+        return MISSING if isinstance(error, Unavailable) else USAGE
     except OSError as error:
         # Of a file or folder that the user named; a closed pipe has no name
         if error.filename is None:

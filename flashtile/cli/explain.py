@@ -24,7 +24,7 @@ def explain(
         str, typer.Option("--mode", help="fwd_bwd, or decode: one query token, or --seqlen-q, on a key-value cache.")
     ] = "fwd_bwd",
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="Also the rungs of the ladder: shared memory, registers, blocks on an SM.")
+        bool, typer.Option("--ladder", help="Also the rungs of the ladder: shared memory; compiled, registers, blocks an SM.")
     ] = False,
 ) -> int:
     """Show work, bytes, floor, memory, the chosen tier and tiles, every refusal, and what the kernels compile to."""
@@ -38,7 +38,7 @@ def explain(
         cases = shape.cases("bf16" if all(device.sm >= 80 for device in devices) else "fp16", decodes,
                             takes=CACHED if decodes else PACKED)  # fmt: skip
         for case, device in itertools.product(cases, devices):
-            if case.has_latent_dims:
+            if case.latent or decodes and case.has_latent_dims:
                 lines = list(_describe_latent(case, device))
             else:
                 describe = _describe_cache if decodes else _describe
@@ -46,8 +46,8 @@ def explain(
             if ladder:
                 from flashtile.cli.ladder import lines_for_case
 
-                progress.say(f"compiling the ladder for {device.arch}")
-                lines += lines_for_case(case, device)
+                progress.say(f"{'compiling' if compile_kernels else 'describing'} the ladder for {device.arch}")
+                lines += lines_for_case(case, device, compile_kernels)
             progress.say("")
             head = f"[bold]{case.label()}[/]   on {device.name} ({device.arch})"
             console.print("\n".join([head, *lines, ""]), highlight=False)

@@ -96,8 +96,10 @@ def show(
     return OK
 
 
-def lines_for_case(case, device):
-    """Lines about the rungs that take a case: what they compile to for a device; of the others, why not."""
+def lines_for_case(case, device, compile_kernels):
+    """Lines about the rungs that take a case: tiles and shared memory, or what they compile to for a device; of the others, why
+    not.
+    """
     from flashtile.ladder import rungs
 
     for rung in rungs.RUNGS.values():
@@ -106,6 +108,10 @@ def lines_for_case(case, device):
         reason = rungs.refuses(rung, case.problem(), device)
         if reason:
             yield f"  rung {rung.number}    not {rung.name}: {reason}"
+            continue
+        if not compile_kernels:
+            config = rung.configs[case.head_dim]
+            yield f"  rung {rung.number}    {_tiles(config, rungs.shared_bytes(rung, config, case.head_dim))}"
             continue
         for line in _resources(rung, device, [case.head_dim], case.causal, case.dtype == "bf16"):
             yield f"  rung {rung.number}    {line}"
@@ -123,14 +129,18 @@ def _resources(rung, device, head_dims=(64, 128), causal=True, bf16=False):
         for kernel, registers in cubin.registers.items():
             shared = rungs.shared_bytes(rung, config, head_dim, kernel)
             occupancy = rungs.occupancy(config.num_warps, registers, shared, device)
-            yield (f"head dim {head_dim}, {kernel}: tiles {config.tile_m}x{config.tile_n}, {32 * config.num_warps} threads, "
-                   f"{config.num_stages} stages, {shared / 1024:.1f} KiB shared, {registers} registers, "
+            yield (f"head dim {head_dim}, {kernel}: {_tiles(config, shared)}, {registers} registers, "
                    f"{cubin.spill_bytes[kernel]} B spilled; {occupancy.blocks} blocks an SM by {occupancy.limit}, "
                    f"{100 * occupancy.threads:.0f}% of its threads")  # fmt: skip
     cycles = rungs.bank_cycles(rung)
     if cycles:
         yield (f"cycles of shared memory: {cycles[0]} for a matrix of ldmatrix, {cycles[1]} for 8 threads that store 16 bytes "
                "each; 1 means no bank conflict")  # fmt: skip
+
+
+def _tiles(config, shared):
+    return (f"tiles {config.tile_m}x{config.tile_n}, {32 * config.num_warps} threads, {config.num_stages} stages, "
+            f"{shared / 1024:.1f} KiB shared")  # fmt: skip
 
 
 def run(

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import MISMATCH, OK, command, complain, make_console
+from flashtile.cli.common import MISMATCH, MISSING, OK, command, complain, make_console
 
-MARKS = {"done": "[green]done[/]", "wrong": "[yellow]begun[/]", "todo": "[yellow]begun[/]", "new": "[dim]-[/]"}
+MARKS = {"done": "[green]done[/]", "new": "[dim]-[/]"}
 
 
 def add(app) -> None:
@@ -41,7 +41,7 @@ def _overview(console, folder) -> int:
                 outcome = check(exercise, folder)
                 done += outcome.status == "done"
                 part = f"[dim]part {exercise.part}[/]"
-                table.add_row(MARKS[outcome.status], f"[bold]{exercise.name}[/]", exercise.title, part)
+                table.add_row(MARKS.get(outcome.status, "[yellow]begun[/]"), f"[bold]{exercise.name}[/]", exercise.title, part)
         console.print(table)
     console.print(f"\n{done} of {len(EXERCISES)} done. Begin or check one: flashtile learn softmax")
     return OK
@@ -64,4 +64,4 @@ def _one(console, name, folder) -> int:
         return OK
     words = outcome.words or "not written yet: it raises NotImplementedError"
     complain(f"{name}: {words}")
-    return MISMATCH
+    return MISSING if outcome.status == "unchecked" else MISMATCH

@@ -39,6 +39,13 @@ def scale(
         cases, mode = shape.cases(engine.default_dtype(device), takes=()), timing.only_mode()
         if kind != "batch" and len(cases) != 1:
             raise UsageError(f"scale: expected one case for --kind {kind}, got {len(cases)}.")
+        if kind == "batch" and gpus:
+            raise UsageError(f"gpus: expected none for --kind batch, which measures on one GPU, got {gpus!r}. "
+                             "--kind strong or weak takes them.")  # fmt: skip
+        if kind != "batch":
+            here = torch.cuda.device_count() if device.type == "cuda" else 1
+            counts = parse_ints(gpus, "gpus") if gpus else list(dict.fromkeys([1, here]))
+            scaling.check_counts(cases[0], kind, strategy, counts, device.type)
         settings = timing.settings(device, commit=output.commit)
         printer = show.Printer("scale", console, progress, output)
         # Also where torchrun's processes measure: environment, roof and the time of the first case here
@@ -52,8 +59,6 @@ def scale(
         if kind == "batch":
             rows = scaling.batch_rows(report)
         else:
-            here = torch.cuda.device_count() if device.type == "cuda" else 1
-            counts = parse_ints(gpus, "gpus") if gpus else list(dict.fromkeys([1, here]))
             rows = scaling.over_gpus(cases[0], kind, strategy, counts, mode, device_type=device.type, settings=settings,
                                      say=progress.say)  # fmt: skip
         report.parts["scaling"] = {"kind": kind, "strategy": strategy, "rows": [row.to_json() for row in rows]}

@@ -215,7 +215,8 @@ def memory_table(console, report: Report, limit: int, where: str) -> None:
     console.print(table)
     reasons(console, report.results)
     train = report.resolved["modes"] != ["fwd"]
-    terms = ("4 S + O + copies, flash = O + lse + dQ + dK + dV + row statistics" if train else "S + P + O, flash = O + lse")
+    terms = ("4 S + O + copies, flash = O + lse + dQ + dK + dV + row statistics" if train else
+             "S + P + O + copies, flash = O + lse")  # fmt: skip
     console.print(f"[dim]beyond the inputs, {'forward and backward' if train else 'forward'}: naive = {terms}[/]")
     for row in report.parts.get("memory", []):
         name = "flash" if row["backend"] == SUBJECT else row["backend"]

@@ -30,6 +30,8 @@ def sweep(
     from flashtile.bench.cases import UsageError, only
 
     output.check()
+    if not out.rpartition("/")[2].strip():
+        raise UsageError(f"out: expected the name of a file, got {out!r}.")
     console = output.console()
     lines = Path(f"{out}.jsonl")
     with SweepProgress(output.progress and not output.quiet) as progress:

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from flashtile.errors import UnsupportedError, explain
+from flashtile.errors import Unavailable, UnsupportedError, explain
 
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
 _CUBINS = {}
@@ -33,7 +33,7 @@ def compile_file(path: Path, arch: str, macros: dict) -> Cubin:
     """Compile a .cu file for an architecture such as "sm_90"; macros are #defines. What it includes lies beside it.
 
     Raises:
-        UnsupportedError: cuda-core or NVRTC is not installed.
+        Unavailable: cuda-core is not installed.
         cuda-core's NVRTCError: the source does not compile; it holds the compiler's words.
     """
     core = _cuda("cuda.core")
@@ -88,7 +88,7 @@ def _cuda(name):
     try:
         return import_module(name)
     except ImportError as error:
-        raise UnsupportedError(explain("the ladder", f"the module {name}", str(error),
+        raise Unavailable(explain("the ladder", f"the module {name}", str(error),
                                        "Install it: pip install 'flashtile[ladder]'.")) from None  # fmt: skip
 
 
@@ -97,6 +97,6 @@ def unavailable() -> str | None:
     try:
         _cuda("cuda.core")
         _cuda("cuda.bindings.nvrtc").nvrtcVersion()
-    except (UnsupportedError, RuntimeError) as error:
+    except (Unavailable, RuntimeError) as error:
         return str(error)
     return None

@@ -1,6 +1,7 @@
 """What a completed exercise must do. A check takes the learner's module, raises Wrong, or returns what is worth telling."""
 
 import heapq
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from flashtile import hardware, tiles
+from flashtile.errors import Unavailable
 from flashtile.learn.counters import count
 from flashtile.learn.exercises import Wrong
 from flashtile.problem import AttentionProblem
@@ -182,6 +184,8 @@ def check_kernel(module):
 
 
 def _run_kernel(exercise, cases):
+    if not torch.cuda.is_available() and importlib.util.find_spec("numpy") is None:
+        raise Unavailable("without a GPU a kernel runs in Triton's interpreter, which needs NumPy: pip install 'numpy<2.4'")
     # Triton looks at the variable while it is imported, and here it may be already.
     variable = ["-u", "TRITON_INTERPRET"] if torch.cuda.is_available() else ["TRITON_INTERPRET=1"]
     script = Path(__file__).with_name("run_kernel.py")

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from flashtile.errors import FlashtileError
+from flashtile.errors import FlashtileError, Unavailable
 
 LEVELS = {
     1: "Theory: why it is fast, online softmax, tiles, exactness",
@@ -63,7 +63,9 @@ class Wrong(Exception):
 
 
 class Outcome(NamedTuple):
-    """status: "new" (not begun), "todo" (still raises NotImplementedError), "wrong" or "done"; words: what the check says."""
+    """status: "new" (not begun), "todo" (still raises NotImplementedError), "wrong", "done", or "unchecked": this machine lacks
+    what the check needs. words: what the check says.
+    """
 
     status: str
     words: str = ""
@@ -106,7 +108,12 @@ def check(exercise: Exercise, folder) -> Outcome:
         return Outcome("todo")
     except Wrong as wrong:
         return Outcome("wrong", str(wrong))
+    except Unavailable as missing:
+        return Outcome("unchecked", str(missing))
     except (Exception, SystemExit) as error:  # the learner's own
+        needed = {"numpy": "numpy<2.4", "triton": "triton"}.get(getattr(error, "name", None))
+        if isinstance(error, ModuleNotFoundError) and needed:
+            return Outcome("unchecked", f"{path.name} needs {error.name}: pip install '{needed}'")
         # a module's file is an absolute path, also where folder is not
         file = str(path.absolute())
         frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == file), None)

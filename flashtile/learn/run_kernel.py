@@ -24,8 +24,6 @@ def main(exercise, cases, results):
 
 def outcomes(exercise, cases):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and importlib.util.find_spec("numpy") is None:
-        raise ModuleNotFoundError("Triton's interpreter needs NumPy: pip install 'numpy<2.4'")
     spec = importlib.util.spec_from_file_location("flashtile_exercise_kernel", exercise)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
