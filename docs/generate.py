@@ -372,7 +372,8 @@ def forward_tiles() -> str:
         lines.append([dim, f"{tile_m} x {tile_n}", warps, stages, *ratios, f"**{geomean(by_column.values()):.2f}**"])
     header = ["head dim", "tile", "warps", "stages", *(f"{n}{' causal' if causal else ''}" for n, causal in columns), "mean"]
     caption = (f"Portable forward kernel: time over the best tile of the same head dim, by sequence length (16384 tokens, "
-               f"bf16). Command: `{record['command']}`. {provenance(record, name)}")  # fmt: skip
+               f"bf16). Command: `{record['command']}`, a script of that commit; `flashtile tune` took its place. "
+               f"{provenance(record, name)}")  # fmt: skip
     return f"{caption}\n\n{markdown(header, lines)}"
 
 

@@ -132,6 +132,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=48)
     arguments = parser.parse_args()
+    if not arguments.device.startswith("cpu") and not torch.cuda.is_available():
+        parser.error(f"--device: expected cpu, got {arguments.device}; there is no GPU that torch can use")
     room = LONGEST - max(map(len, PROMPTS))
     if not 1 <= arguments.steps <= room:
         parser.error(f"--steps: expected 1 to {room}, what the longest prompt leaves of {LONGEST} slots, got {arguments.steps}")

@@ -45,6 +45,11 @@ def main():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seqlen", type=int, default=256, help="the longest; others have an eighth of it and more")
     arguments = parser.parse_args()
+    if not arguments.device.startswith("cpu") and not torch.cuda.is_available():
+        parser.error(f"--device: expected cpu, got {arguments.device}; there is no GPU that torch can use")
+    for name in ("batch", "seqlen"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(arguments, name)}")
     torch.manual_seed(0)
     device, batch, seqlen = torch.device(arguments.device), arguments.batch, arguments.seqlen
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -196,6 +196,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.device.partition(":")[0] not in SIZES:
         parser.error(f"--device: {' or '.join(SIZES)}, not {options.device}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device: cpu, not {options.device}; there is no GPU that torch can use")
     device = torch.device(options.device)
     size = SIZES[device.type] | {k: v for k, v in (("steps", options.steps), ("seqlen", options.seqlen)) if v is not None}
     if size["steps"] < 10:

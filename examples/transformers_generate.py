@@ -22,6 +22,8 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=int, default=12, help="to generate")
     arguments = parser.parse_args()
+    if not arguments.device.startswith("cpu") and not torch.cuda.is_available():
+        parser.error(f"--device: expected cpu, got {arguments.device}; there is no GPU that torch can use")
     flashtile_transformers.register()
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,

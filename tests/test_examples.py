@@ -33,3 +33,13 @@ def test_train_bytes_explains_what_it_does_not_take(flags, message):
     command = [sys.executable, ROOT / "examples" / "train_bytes.py", *flags.split()]
     process = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
     assert process.returncode == 2 and message in process.stderr
+
+
+@pytest.mark.parametrize("line", ["packed_batch.py --batch 0", "packed_batch.py --seqlen 0", "packed_batch.py --device cuda",
+                                  "generate_paged.py --device cuda", "train_bytes.py --device cuda:1"])  # fmt: skip
+def test_examples_explain_what_they_do_not_take(line):
+    name, *flags = line.split()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, ROOT / "examples" / name, *flags]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2 and f"error: {flags[0]}: " in process.stderr
