@@ -22,11 +22,11 @@ block table.
 Where tiles are small beside what a step costs all threads, a program has HEADS heads at once, which then count as one head
 everywhere: tiles are (HEADS, ...), and each warp has a head of its own, whose maxima, sums and weights no other warp waits for.
 
-Values of fp8 come as pairs of columns, and products of fp8 are in fp16, whatever q is.
+Values of fp8 come as pairs of columns; what is of fp8 is multiplied in fp16, beside fp32 queries in fp32.
 
-What it reaches is recorded (decode.json, decode-fp8.json): with 0.5 GB of keys and values in 16 bits of head dim 96 and more, on an
-H200 0.93 of the rate of a copy and better. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes 4.1 us, two
-5.1. Everything that was tried, with its figures: docs/kernels/decode.md.
+What it reaches is recorded (decode.json, decode-fp8.json): with 0.5 GB of keys and values in 16 bits of head dim 96 and more,
+on an H200 0.93 of the rate of a copy and better. Of a small call some 10 us are fixed: in a CUDA graph an empty kernel takes
+4.1 us, two 5.1. Everything that was tried, with its figures: docs/kernels/decode.md.
 
 Source: Dao et al. 2023, Flash-Decoding; Kwon et al. 2023, PagedAttention; equal shares: Osama et al. 2023, Stream-K.
 """
