@@ -85,7 +85,7 @@ def check_number(name, value) -> None:
 
 def _in_fp32(number) -> bool:
     """Whether it is finite in fp32, in which kernels compute, and 0 there only if it is 0."""
-    return number == 0 or 2.0**-126 <= abs(number) <= (2 - 2.0**-23) * 2.0**127
+    return number == 0 or 2.0**-149 <= abs(number) <= (2 - 2.0**-23) * 2.0**127
 
 
 def check_scale(softmax_scale) -> None:

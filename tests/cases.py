@@ -410,7 +410,7 @@ def any_case(draw, longest=40, largest_dim=48):
     return Case(
         "drawn", seqlen_q, seqlen_k, batch=draw(st.integers(1, 2)), heads=heads_kv * draw(st.integers(1, 3)), heads_kv=heads_kv,
         head_dim=draw(dims), head_dim_v=draw(dims), causal=draw(st.booleans()), window=(draw(side), draw(side)),
-        softmax_scale=draw(st.none() | st.floats(-1, 1)), softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        softmax_scale=draw(st.none() | st.floats(-1, 1, width=32)), softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
         alibi=draw(st.sampled_from([None, "heads", "batch"])), sinks=draw(st.sampled_from([None, None, "fp32"])),
         dropout_p=draw(st.sampled_from([0.0, 0.0, 0.25])), deterministic=draw(st.booleans()), dlse=draw(st.booleans()),
         layout=draw(st.sampled_from(["contiguous", "heads_first", "sliced"])),

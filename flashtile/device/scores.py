@@ -15,6 +15,8 @@ from flashtile.device.numerics import LOG2_E
 
 # Of scales that ALiBi's slopes are divided by
 SMALLEST_UNIT = 2.0**-40
+# Of fp32 to its full precision: a smaller scale may be 0 to a GPU, and 0 * -inf is nan
+SMALLEST_NORMAL = 2.0**-126
 # A larger one, or any in fp32, shows that `_tanh` is off by 1.2e-7 near 0 too, and logits by so many times that
 COARSE_SOFTCAP = 64.0
 # For |x| up to 0.6 tanh(x) is x times a polynomial in x * x, lowest power first: 2.3e-6 off at most, relatively
@@ -172,6 +174,7 @@ def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
     batch_stride = alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0
     if alibi_slopes is not None and (0 < problem.softmax_scale < SMALLEST_UNIT or problem.dtype.itemsize == 4):
         prescaled = True
+    prescaled = prescaled or 0 < problem.softmax_scale < SMALLEST_NORMAL
     fine_cap = problem.softcap > (0 if problem.dtype.itemsize == 4 else COARSE_SOFTCAP)
     return ScoreParams(float(problem.softmax_scale), float(problem.softcap) or None, alibi_slopes, batch_stride,
                        1 if prescaled else None, 1 if fine_cap else None)  # fmt: skip
