@@ -17,6 +17,7 @@ except ImportError:
     TensorGuards = None
 
 _num_dispatch_modes, _innermost_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_key_is_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 # Kept for one set of options, and for one kind of call
 MAX_GLANCES = 4
 
@@ -128,8 +129,8 @@ def nobody_observes():
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
         and _num_dispatch_modes() == 0
-        # Those of make_fx(pre_dispatch=True) are not in that number
-        and not is_in_torch_dispatch_mode()
+        # Those of make_fx(pre_dispatch=True) are not in that number; the flag, which is quick to ask, is any thread's
+        and not (is_in_torch_dispatch_mode() and _key_is_included(_PRE_DISPATCH))
         and _innermost_transform() is None
         and not profiler._is_profiler_enabled
     )

@@ -22,6 +22,7 @@ from flashtile.problem import (
     lse_dtype,
     may_be_dual,
     values_readable,
+    what_is_dual,
 )
 
 TENSORS = (
@@ -392,7 +393,7 @@ def _refuse_tangents(names, tensors):
     for name, x in zip(names, tensors):
         if may_be_dual(x):
             way_out = "flashtile.reference.naive.attention has forward-mode derivatives."
-            raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", "a dual tensor", way_out))
+            raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", what_is_dual(), way_out))
 
 
 def _flat(options):

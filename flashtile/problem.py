@@ -181,7 +181,9 @@ class AttentionProblem(CallShape):
             raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
         traced = any(isinstance(n, torch.SymInt) for n in (batch, seqlen_q, seqlen_k))
         if not traced:
-            _check_counts(batch * num_heads, max(seqlen_q, seqlen_k))
+            # No packed sequence is longer than all together
+            longest = max(min(seqlen_q, q.shape[0]), min(seqlen_k, k.shape[0])) if varlen else max(seqlen_q, seqlen_k)
+            _check_counts(batch * num_heads, longest)
         row = 0 if varlen else 1
         # The last is a row of out, and of gradients
         widest = max(q.stride(row), k.stride(row), v.stride(row), num_heads * max(head_dim, head_dim_v))
@@ -306,6 +308,12 @@ def may_be_dual(x) -> bool:
     return torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None
 
 
+def what_is_dual() -> str:
+    """What `may_be_dual` found."""
+    compiled = "a call compiled inside a forward-mode level, where tangents can't be seen"
+    return compiled if torch.compiler.is_compiling() else "a dual tensor"
+
+
 def check_no_gradients(function, tensors) -> None:
     """Refuse what asks for derivatives of a function that has none."""
     tensors = [x for x in tensors if isinstance(x, torch.Tensor)]
@@ -313,7 +321,7 @@ def check_no_gradients(function, tensors) -> None:
         raise UnsupportedError(explain(function, "tensors without gradients", "requires_grad=True",
                                        "It has no backward pass: call it under torch.no_grad()."))  # fmt: skip
     if any(map(may_be_dual, tensors)):
-        raise UnsupportedError(explain(function, "tensors without tangents", "a dual tensor", "It has no derivatives."))
+        raise UnsupportedError(explain(function, "tensors without tangents", what_is_dual(), "It has no derivatives."))
 
 
 def is_unaligned(x) -> bool:

@@ -632,7 +632,7 @@ def test_presets_of_a_file_are_refused_by_its_name(line, capsys):
 @pytest.mark.parametrize("text, words", [
     ("[presets]\na = 3\n", "presets.a: expected a table [presets.a], got 3"),
     ("presets = 3\n", "presets: expected tables, got 3"),
-    ("[presets.mine]\nseqlen = [[64]]\n", "seqlen: expected a number, a text, or a list of them, got [[64]]"),
+    ("[presets.mine]\nseqlen = [[64]]\n", "seqlen: expected a number, a text, or a list of whole numbers or texts, got [[64]]"),
 ])  # fmt: skip
 def test_what_is_no_preset_is_told(text, words, capsys):
     Path("flashtile.toml").write_text(text)

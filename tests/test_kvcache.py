@@ -1,5 +1,6 @@
 """Attention on a key-value cache without a GPU: the reference against an oracle, the kernels in Triton's interpreter."""
 
+import math
 import os
 import subprocess
 import sys
@@ -72,6 +73,19 @@ def test_portable_interpreted_fp8(case, heads, monkeypatch):
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     with poisoned_memory():
         check_cache(case, torch.float16)
+
+
+@pytest.mark.parametrize("above", [14, 18, 20])
+def test_keys_far_below_the_largest_count_over_fp8(above, monkeypatch):
+    """Such as all beside an attention sink, whose values are 0. Weights are fp16 there, queries that give bf16 being fp8."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    q, k, v = torch.zeros(1, 1, 2, 32), torch.zeros(1, 2048, 2, 32), torch.ones(1, 2048, 2, 32)
+    q[..., 0], k[:, 0, :, 0], v[:, 0] = 8, above / 8, 0
+    out = flashtile.attention_with_kvcache(*(x.to(FP8) for x in (q, k, v)), softmax_scale=1.0, num_splits=1)
+    weight = 2047 * math.exp(-above)
+    expected = torch.full_like(out, weight / (1 + weight), dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0)
 
 
 def test_values_of_fp8_at_odd_addresses_are_not_taken_in_pairs(monkeypatch):

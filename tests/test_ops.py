@@ -525,3 +525,11 @@ def test_kernels_are_compiled_ahead_on_the_gpu_of_the_tensors(monkeypatch):
     q = torch.zeros(1)
     dispatch.compile_ahead(None, SimpleNamespace(q=q), ("forward",))
     assert [len(x) for x in ran] == [1] and ran[0][0] is q
+
+
+def test_a_dispatch_mode_of_another_thread_is_not_seen(monkeypatch):
+    """torch's flag is the process's, and stays set where modes of two threads overlap."""
+    from flashtile import calls
+
+    monkeypatch.setattr(calls, "is_in_torch_dispatch_mode", lambda: True)
+    assert calls.nobody_observes()

@@ -148,6 +148,10 @@ def of_no_memory(batch, seqlen_q, heads):
     return describe(q=q, k=kv, v=kv)
 
 
+def test_max_seqlen_may_be_as_large_as_an_int32_where_no_sequence_is():
+    assert describe_packed(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1).seqlen_q == 2**31 - 1
+
+
 TAKE_EARLIER = "Take it where the batch is packed: int(lengths.max()) waits for the device."
 
 # What is called, the error, and all of its message.

@@ -622,10 +622,10 @@ def _of_toml(key, value):
         return float(value)
     if key == "causal" and isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, list) and all(isinstance(item, int | str) for item in value):
+    if isinstance(value, list) and all(isinstance(item, int | str) and not isinstance(item, bool) for item in value):
         return ",".join(map(str, value))
     if not isinstance(value, int | float | str):
-        raise UsageError(f"{key}: expected a number, a text, or a list of them, got {value!r}.")
+        raise UsageError(f"{key}: expected a number, a text, or a list of whole numbers or texts, got {value!r}.")
     return str(value)
 
 

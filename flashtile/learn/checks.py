@@ -60,9 +60,9 @@ def check_forward(module):
         counts, results = count(module.forward, q, k, v, 32, 48)
         what = f"{seqlen_q} queries, {seqlen_k} keys, tiles of 32 x 48"
         _attention(results, q, k, v, what)
-        # the output, or a tile: 32 x 48 scores, 48 x 16 keys
+        # the output, or a tile: 32 x 48 scores, 48 x 16 keys; the numbers of all keys are made of nothing, and no scores
         allowed = max(q.numel(), 32 * 48)
-        if counts.made > allowed:
+        if counts.largest > allowed or counts.allocated > max(allowed, seqlen_k):
             raise Wrong(f"{what}: a tensor of {counts.made} elements was made; tiles and out have at most {allowed}. "
                         "The scores of all keys must never exist together.")  # fmt: skip
     return None

@@ -55,6 +55,8 @@ from flashtile.tiles import decode_blocks_of, padded_dim
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
+# What weights, at most 1, are multiplied with beside fp8 in fp16, which else has no bits for those under 2**-24 that bf16 has
+FP16_WEIGHT = tl.constexpr(2.0**15)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
 # and the fewest columns, where each row tile has programs of its own
@@ -290,9 +292,9 @@ def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.conste
 
 @triton.jit
 def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params, scale, slopes,
-                 dtype: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+                 dtype: tl.constexpr, TILE_N: tl.constexpr, WEIGHT: tl.constexpr = 1):  # fmt: skip
     """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. They are multiplied in
-    dtype; v_blocks may be pairs of columns, acc as `blocks.unpaired` has them."""
+    dtype, weights times WEIGHT, as acc is; v_blocks may be pairs of columns, acc as `blocks.unpaired` has them."""
     score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
                                score_params.prescaled, score_params.fine_cap)  # fmt: skip
     cols = col_begin + tl.arange(0, TILE_N)
@@ -305,6 +307,8 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
     state, p, correction = softmax.update(state, logits, scores.scale_log2(score_params), True)
     if v_blocks[0].dtype == tl.int16:
         v_blocks = blocks.unpaired(v_blocks)
+    if WEIGHT != 1:
+        p = p * WEIGHT
     return state, blocks.dot_add(p, v_blocks, blocks.scaled(acc, inner(correction)), dtype)
 
 
@@ -421,6 +425,7 @@ def _attend_part(
     # e4m3 becomes fp16 by one instruction for two numbers, bf16 by six, of which two are slow
     IN_FP16: tl.constexpr = FP8 and out.ptr.dtype.element_ty == tl.bfloat16
     dtype: tl.constexpr = tl.float16 if IN_FP16 else out.ptr.dtype.element_ty
+    WEIGHT: tl.constexpr = FP16_WEIGHT if IN_FP16 else 1
     PAIRS: tl.constexpr = 2 if v.ptr.dtype.element_ty == tl.int16 else 1
     RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS and HEADS == 1 and not IN_FP16
     scale = _load_scale(part, score_params, descales)
@@ -452,10 +457,12 @@ def _attend_part(
         v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
                                     HEAD_DIM_V // PAIRS, BLOCK_DV // PAIRS, REST_DV // PAIRS, WIDE)  # fmt: skip
         state, acc = _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params,
-                                  scale, slopes, dtype, TILE_N)  # fmt: skip
+                                  scale, slopes, dtype, TILE_N, WEIGHT)  # fmt: skip
         page = next_page
     if PAIRS == 2:
         acc = blocks.paired(acc)
+    if WEIGHT != 1:
+        acc = blocks.scaled(acc, 1 / WEIGHT)
     _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks, descales, GROUP_SIZE, TILE_M,
                 HEAD_DIM_V, BLOCK_DV, HEADS)  # fmt: skip
 
