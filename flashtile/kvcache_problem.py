@@ -29,6 +29,7 @@ from flashtile.problem import (
     DTYPES,
     INT32_MAX,
     MAX_HEAD_DIM,
+    WIDE_ROWS,
     AttentionProblem,
     CallShape,
     check_cu_seqlens_values,
@@ -131,7 +132,7 @@ class CacheProblem(CallShape):
     has_sinks: bool = False
     has_descale: bool = False
     return_lse: bool = False
-    # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
+    # Offsets inside one tile exceed int32 (row strides of WIDE_ROWS elements and more).
     wide_rows: bool = False
     # Rows of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
     unaligned: bool = False
@@ -192,7 +193,7 @@ class CacheProblem(CallShape):
             has_sinks=operands.sinks is not None,
             has_descale=any(x is not None for x in (operands.q_descale, operands.k_descale, operands.v_descale)),
             return_lse=options.return_lse,
-            wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= 2**22,
+            wide_rows=max(q.stride(row), k_cache.stride(1), v_cache.stride(1)) >= WIDE_ROWS,
             unaligned=is_unaligned(k_cache) or is_unaligned(v_cache) or not _in_rows(k_cache, v_cache),
         )  # fmt: skip
 

@@ -141,7 +141,7 @@ class AttentionProblem(CallShape):
     has_seqused_k: bool = False
     # Packed queries and keys of a sequence are as many: one tensor has their starts, and all are used.
     same_lengths: bool = False
-    # Offsets inside one tile exceed int32 (row strides of 2**22 elements and more).
+    # Offsets inside one tile exceed int32 (row strides of WIDE_ROWS elements and more).
     wide_rows: bool = False
     # Rows of q, k or v do not all begin at multiples of 16 bytes.
     unaligned: bool = False

@@ -757,12 +757,13 @@ def _many_heads(problem, num_sms) -> bool:
 
 
 def _eight_heads(problem, num_sms) -> bool:
-    """Of fp8 several heads are as fast as one, and faster where lengths differ; of two heads, one has 70 us for 82."""
+    """Of fp8 several heads are as fast as one, and faster where lengths differ; with fewer they are slower there, see
+    docs/kernels/decode.md."""
     return problem.num_heads_kv >= 8
 
 
 def _eight_heads_of_96(problem, num_sms) -> bool:
-    return problem.num_heads_kv >= 8 and 80 < max(problem.head_dim, problem.head_dim_v) <= 96
+    return _eight_heads(problem, num_sms) and 80 < max(problem.head_dim, problem.head_dim_v) <= 96
 
 
 def _below_256(problem, num_sms) -> bool:

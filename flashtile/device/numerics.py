@@ -31,8 +31,8 @@ def split_pairs(x):
     """(those at even addresses, those at odd ones) of e4m3 numbers, in fp16; x: int16 of two each.
 
     The tensor cores want two keys of one column side by side in a register. Of 16 bits a matrix load from shared memory turns
-    them so, of 8 bits none does, and each number would be a load of its own: 64 for a tile of 64 keys and 128 columns, and 120
-    instructions to put them together. Four numbers are here a permutation and two conversions.
+    them so, of 8 bits none does, and each number would be a load of its own, 64 a thread for a tile of 64 keys and 128 columns,
+    and about three instructions more. Four numbers are here a permutation and two conversions.
     """
     if _INTERPRETED:
         first = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
