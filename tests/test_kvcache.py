@@ -88,6 +88,21 @@ def test_keys_far_below_the_largest_count_over_fp8(above, monkeypatch):
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize(("dim", "in_pairs"), [(40, False), (64, False), (96, True), (128, True), (160, False), (256, True)])
+def test_no_tile_of_64_rows_takes_pairs_in_32_columns(dim, in_pairs):
+    """wgmma multiplied wrongly by them: of 64 columns the odd ones were of no meaning."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    shape = dict(batch=1, seqlen_q=128, capacity=512, num_heads=2, num_heads_kv=2, head_dim=dim, head_dim_v=dim)
+    problem = CacheProblem(**shape, dtype=torch.bfloat16, cache_dtype=FP8)
+    config = tiles.decode_config(problem, hardware.by_name("H200"))
+    cache = torch.empty(1, 512, 2, dim, dtype=FP8)
+    assert config.tile_m == 64 and decode._in_pairs(problem, config, cache) == in_pairs
+    few = tiles.decode_config(replace(problem, seqlen_q=1), hardware.by_name("H200"))
+    assert few.tile_m == 16 and decode._in_pairs(problem, few, cache)
+
+
 def test_values_of_fp8_at_odd_addresses_are_not_taken_in_pairs(monkeypatch):
     """Two columns in one number of 16 bits would be read across its border."""
     pytest.importorskip("triton")

@@ -49,7 +49,7 @@ from flashtile.device.tensors import aligned, head_ptr, in_pairs, inner, per_hea
 from flashtile.kvcache_problem import FP8, CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
-from flashtile.tiles import decode_blocks_of, padded_dim
+from flashtile.tiles import ROWS_OF_WGMMA, decode_blocks_of, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
@@ -708,7 +708,7 @@ class Call:
         after_append = self.append is not None and self.append.grid[0] > 0
         rows = max(1, min(config.tile_m, problem.seqlen_q * problem.group_size))
         self.has_merge = plan.slots > 0 and not plan.chunk
-        v_in_pairs = _in_pairs(problem, operands.v_cache)
+        v_in_pairs = _in_pairs(problem, config, operands.v_cache)
         (block_d, rest_d), (block_dv, rest_dv) = (
             decode_blocks_of(dim, config.tile_m, config.heads, in_pairs)
             for dim, in_pairs in ((problem.head_dim, False), (problem.head_dim_v, v_in_pairs))
@@ -794,10 +794,16 @@ class Call:
                    **self.merge_options)  # fmt: skip
 
 
-def _in_pairs(problem, v_cache) -> bool:
-    """Whether values are loaded two columns at a time, for products in 16 bits: see `numerics.split_pairs`."""
+def _in_pairs(problem, config, v_cache) -> bool:
+    """Whether values are loaded two columns at a time, for products in 16 bits: see `numerics.split_pairs`.
+
+    Their tiles have half of the columns, and wgmma is not to have tiles of fewer than 64: see `tiles.padded_dim`.
+    """
+    if problem.cache_dtype != FP8 or problem.out_dtype.itemsize != 2:
+        return False
     even = all(stride % 2 == 0 for stride in v_cache.stride()[:3]) and v_cache.data_ptr() % 2 == 0
-    return problem.cache_dtype == FP8 and problem.out_dtype.itemsize == 2 and even
+    columns = decode_blocks_of(problem.head_dim_v, config.tile_m, config.heads, in_pairs=True)
+    return even and (config.tile_m < ROWS_OF_WGMMA or min(filter(None, columns)) >= 2 * 64)
 
 
 def tokens_of_tile(tile_m, group_size) -> int:

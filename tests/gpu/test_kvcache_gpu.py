@@ -46,6 +46,7 @@ def test_fp8(case, dtype, poisoned):
 @pytest.mark.parametrize(("head_dim", "heads_kv", "seqlen_q"), [
     (128, 8, 1), (128, 2, 1), (128, 8, 6), (128, 8, 16), (64, 8, 1), (64, 2, 1), (64, 8, 6), (72, 8, 1), (72, 2, 1), (96, 8, 1),
     (96, 2, 1), (40, 8, 1), ((96, 128), 8, 1), (136, 8, 1), (192, 2, 1), ((192, 128), 8, 1), (256, 8, 1), (256, 2, 20),
+    (40, 8, 20), (64, 8, 20), (72, 2, 20), (96, 2, 20), (128, 8, 20), (160, 2, 20), ((192, 64), 2, 20),
 ])  # fmt: skip
 def test_large_cache_of_fp8(head_dim, heads_kv, seqlen_q, page_size, poisoned):
     """All tiles: of several heads, of one, of 32 rows and of 64."""
