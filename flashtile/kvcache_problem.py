@@ -27,6 +27,7 @@ from flashtile.checks import (
 from flashtile.errors import DtypeError, ShapeError, UnsupportedError, ValueRangeError, explain
 from flashtile.problem import (
     DTYPES,
+    FP8,
     INT32_MAX,
     MAX_HEAD_DIM,
     WIDE_ROWS,
@@ -42,7 +43,6 @@ from flashtile.problem import (
     visible_pairs,
 )
 
-FP8 = torch.float8_e4m3fn
 MAX_SPLITS = 256
 # Each is a number in a register of its own
 MAX_PAGES_OF_TILE = 4
@@ -201,11 +201,6 @@ class CacheProblem(CallShape):
     def appends(self) -> bool:
         # Queries are rotated where new keys are
         return self.seqlen_new > 0 or self.total_new is not None or self.rotary_dim > 0
-
-    @property
-    def out_dtype(self) -> torch.dtype:
-        """That of q; fp8 queries give bfloat16."""
-        return torch.bfloat16 if self.dtype == FP8 else self.dtype
 
     def pages_of_tile(self, tile_n) -> int:
         """How many pages each tile of tile_n slots fills, or 1 where it lies in one page; 0 for neither, and without pages."""
@@ -439,7 +434,11 @@ def _moves(options) -> bool:
 
 
 def _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, window_left) -> None:
-    """What index tensors hold, where it is looked at; an error says which sequence."""
+    """What index tensors hold, and descales, where it is looked at; an error says which sequence."""
+    for name in ("q_descale", "k_descale", "v_descale"):
+        x = getattr(operands, name)
+        if x is not None and not (x >= 0).all():
+            raise ValueRangeError(explain(name, "numbers of 0 or more", x[~(x >= 0)][0].item()))
     queries, new = [seqlen_q] * batch, [seqlen_new] * batch
     if operands.cu_seqlens_q is not None:
         bounds = operands.cu_seqlens_q.tolist()

@@ -99,7 +99,7 @@ def outputs_of_parts(problem, parts):
     if parts == 1:
         return lambda q: (None, None)
     rows, num_heads = _query_rows(problem), parts * problem.num_heads
-    new_out = fresh((*rows, num_heads, problem.head_dim_v), problem.dtype)
+    new_out = fresh((*rows, num_heads, problem.head_dim_v), problem.out_dtype)
     new_lse = fresh((*rows[:-1], num_heads, rows[-1]), torch.float32)
     if problem.varlen:
         # Rows of no sequence

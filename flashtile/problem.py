@@ -41,6 +41,7 @@ WIDE_ROWS = 2**22
 MAX_SEQLEN = INT32_MAX - 255
 # Random bits that decide whether dropout keeps a weight
 DROPOUT_BITS = 15
+FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AUTOCAST_DTYPES = DTYPES[:3]
 
@@ -99,6 +100,11 @@ class CallShape:
     def group_size(self) -> int:
         """Query heads that share a key-value head."""
         return self.num_heads // self.num_heads_kv
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """That of q; fp8 queries give bfloat16."""
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
 
     @property
     def rows_q(self) -> int:

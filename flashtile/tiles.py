@@ -234,15 +234,16 @@ def padded_dim(head_dim: int, itemsize: int, narrow: bool = False) -> int:
     return max(64 if itemsize == 2 and not narrow else 16, 1 << (head_dim - 1).bit_length())
 
 
-def live_columns(head_dim: int, block: int) -> int:
+def live_columns(head_dim: int, block: int, least: int = 16) -> int:
     """Columns of a block that a product has to read: a power of two of its right half, and the left one; the rest is zeros.
 
-    block: `padded_dim`. Tiles are powers of two, products need not be: 80, 96, 160 and 192 columns are two slices.
+    block: `padded_dim`. Tiles are powers of two, products need not be: 80, 96, 160 and 192 columns are two slices. least: of
+    one, 32 columns of fp8, of which a product contracts so many at a time.
     """
     half = block // 2
     if block == 64 or head_dim <= half:
         return block
-    return half + max(16, 1 << (head_dim - half - 1).bit_length())
+    return half + max(least, 1 << (head_dim - half - 1).bit_length())
 
 
 def blocks_of(head_dim: int, itemsize: int, narrow: bool) -> tuple[int, int]:
@@ -399,10 +400,15 @@ def _is_masked(problem) -> bool:
     return problem.masked
 
 
+def _is_fp8(problem) -> bool:
+    return problem.dtype.itemsize == 1
+
+
 _L2_BYTES = 20 * 2**20
 _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper-forward.json"
 _HOPPER_192 = "benchmarks/results/nvidia-h200/features.json; for 192/128"
 _HOPPER_SINGLE = "single runs on an H200, of 192/128 on an H100, see docs/kernels/hopper-forward.md"
+_HOPPER_FP8 = _HOPPER_SINGLE
 # Two consumers: other units than the tensor cores limit calls with a softcap or dropout, and the border between tiles those of
 # few keys
 _SHORT = HopperConfig(128, 64, 4, _L2_BYTES)
@@ -413,6 +419,9 @@ _FOUR = HopperConfig(256, 64, 8, _L2_BYTES)
 _DIMS_APART = range(152, 193), 128
 # The first row that matches is taken.
 HOPPER = (
+    HopperRow(64, None, (HopperConfig(192, 128, 3, _L2_BYTES),), _HOPPER_FP8, when=_is_fp8),
+    HopperRow(128, None, (HopperConfig(128, 128, 2, _L2_BYTES),), _HOPPER_FP8, when=_is_fp8),
+    HopperRow(256, None, (HopperConfig(128, 64, 2, _L2_BYTES),), _HOPPER_FP8, when=_is_fp8),
     HopperRow(64, 1024, (_SHORT,), _HOPPER_SINGLE, when=_is_capped),
     HopperRow(64, None, (_MIDDLE,), _HOPPER_SINGLE, when=_is_capped),
     HopperRow(64, 640, (_SHORT,), _HOPPER_SINGLE, when=_has_dropout),
@@ -430,9 +439,7 @@ HOPPER = (
 
 def hopper_configs(problem) -> tuple[HopperConfig, ...]:
     """Configurations of the Hopper forward kernel for a problem, of which `hopper_config` chooses."""
-    itemsize = problem.dtype.itemsize
-    block_dim = padded_dim(max(problem.head_dim, problem.head_dim_v), itemsize)
-    block_dv = padded_dim(problem.head_dim_v, itemsize)
+    block_dim, block_dv = padded_dim(max(problem.head_dim, problem.head_dim_v), 2), padded_dim(problem.head_dim_v, 2)
     keys = problem.mean_keys
     return next(row.configs for row in HOPPER
                 if block_dim <= row.block_dim and (row.max_keys is None or keys <= row.max_keys)
@@ -567,7 +574,7 @@ def _forward_us(problem, device, config) -> float:
         ends *= _HEADS_MARGIN[problem.masked]
     if parts == 1:
         return _LAUNCH_US + ends
-    out_bytes = problem.batch * problem.mean_queries * problem.num_heads * problem.head_dim_v * problem.dtype.itemsize
+    out_bytes = problem.batch * problem.mean_queries * problem.num_heads * problem.head_dim_v * problem.out_dtype.itemsize
     return _PARTS_MARGIN * (_LAUNCH_US + ends + _MERGE_US + (parts + 1) * out_bytes / _MERGED_A_US)
 
 

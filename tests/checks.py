@@ -130,10 +130,11 @@ def as_dtype(operands, dtype):
     return operands._replace(q=q, k=k, v=v, sinks=sinks)
 
 
-def compare(name, actual, reference, yardstick, dtype, relative_floor=0.0, vanishing=0.0):
+def compare(name, actual, reference, yardstick, dtype, relative_floor=0.0, vanishing=0.0, narrow=False):
     """Lines that say what is wrong; none if nothing is.
 
-    relative_floor is added to the floors, relative to the values; vanishing is allowed where all values are 0.
+    relative_floor is added to the floors, relative to the values; vanishing is allowed where all values are 0. narrow: what is
+    between has fewer bits than dtype, of the yardstick too.
     """
     if actual.shape != reference.shape:
         return [f"{name}: expected shape {tuple(reference.shape)}, got {tuple(actual.shape)}"]
@@ -167,7 +168,7 @@ def compare(name, actual, reference, yardstick, dtype, relative_floor=0.0, vanis
         # of a few numbers it says no more than the largest, and less surely
         ("rms error", _rms(ours) if ours.numel() >= 32 else 0.0, 1.5, _rms(theirs), rms_floor),
         # these are few
-        ("cosine difference", _cosine_difference(actual, reference), 2 if name in ("dsinks", "dslopes") else 0,
+        ("cosine difference", _cosine_difference(actual, reference), 2 if narrow or name in ("dsinks", "dslopes") else 0,
          _cosine_difference(yardstick, reference), COSINE_LIMIT[dtype]),
     )
     lines = []

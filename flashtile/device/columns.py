@@ -46,27 +46,28 @@ def contract(a, b, acc, LIVE: gl.constexpr, USE_ACC: gl.constexpr = True):
 
 
 @gluon.constexpr_function
-def layout_of(columns, widest=256):
-    """Of accumulators of 64 rows, in 4 warps. widest: columns of an instruction."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(columns, widest), 16])
+def layout_of(columns, widest=256, K=16):
+    """Of accumulators of 64 rows, in 4 warps. widest, K: columns of an instruction, and what it contracts: 32 bytes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, min(columns, widest), K])
 
 
 @gluon.jit
-def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr, WIDEST: gl.constexpr = 256):
+def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr, WIDEST: gl.constexpr = 256,
+                 K: gl.constexpr = 16):  # fmt: skip
     """Zeros of ROWS rows and the columns that count, in one tensor or two."""
     HALF: gl.constexpr = BLOCK // 2
     if LIVE == BLOCK or BLOCK < 256:
-        return (gl.zeros([ROWS, BLOCK], gl.float32, layout_of(BLOCK, WIDEST)),)
+        return (gl.zeros([ROWS, BLOCK], gl.float32, layout_of(BLOCK, WIDEST, K)),)
     else:
-        left = gl.zeros([ROWS, HALF], gl.float32, layout_of(HALF, WIDEST))
-        return left, gl.zeros([ROWS, LIVE - HALF], gl.float32, layout_of(LIVE - HALF, WIDEST))
+        left = gl.zeros([ROWS, HALF], gl.float32, layout_of(HALF, WIDEST, K))
+        return left, gl.zeros([ROWS, LIVE - HALF], gl.float32, layout_of(LIVE - HALF, WIDEST, K))
 
 
 @gluon.jit
 def as_operand(a, acc):
     """a as left operand of a product that acc takes; what is in shared memory is one."""
     if isinstance(a, gl.tensor):
-        return gl.convert_layout(a, gl.DotOperandLayout(0, acc.type.layout, 2))
+        return gl.convert_layout(a, gl.DotOperandLayout(0, acc.type.layout, 32 // a.dtype.primitive_bitwidth))
     else:
         return a
 

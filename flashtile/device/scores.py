@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashtile.device.numerics import LOG2_E
+from flashtile.device.tensors import PerHead, inner, per_head, per_head_of
 
 # Of scales that ALiBi's slopes are divided by
 SMALLEST_UNIT = 2.0**-40
@@ -178,6 +179,29 @@ def params_of(problem, alibi_slopes, prescaled) -> ScoreParams:
     fine_cap = problem.softcap > (0 if problem.dtype.itemsize == 4 else COARSE_SOFTCAP)
     return ScoreParams(float(problem.softmax_scale), float(problem.softcap) or None, alibi_slopes, batch_stride,
                        1 if prescaled else None, 1 if fine_cap else None)  # fmt: skip
+
+
+class Descales(NamedTuple):
+    """What fp8 values of q, k and v are multiplied with: PerHead of the heads of keys."""
+
+    q: PerHead
+    k: PerHead
+    v: PerHead
+
+
+def descales_of(operands) -> Descales:
+    """Of CacheOperands."""
+    return Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
+
+
+@triton.jit
+def descaled(scale, descales, batch, head):
+    """The scale of a head of keys, or of several, (heads, 1), with those of its fp8 values."""
+    if descales.q.ptr is not None:
+        scale = scale * inner(per_head(descales.q, batch, head))
+    if descales.k.ptr is not None:
+        scale = scale * inner(per_head(descales.k, batch, head))
+    return scale
 
 
 @triton.jit

@@ -119,9 +119,11 @@ def _scale_sums(row_sum, correction):
 
 
 @gluon.jit
-def _largest_apart(logits, scale_log2, row_bias):
-    """The largest base-2 logit of each row."""
-    if row_bias is None:
+def _largest_apart(logits, scale_log2, row_bias, TOP: gl.constexpr):
+    """The largest base-2 logit of each row, less TOP."""
+    if TOP > 0:
+        return max_apart(logits) * scale_log2 - TOP
+    elif row_bias is None:
         return max_apart(logits) * scale_log2
     else:
         return (max_apart(logits) + row_bias) * scale_log2
@@ -136,12 +138,13 @@ def _weights(logits, scale_log2, reference, row_bias):
 
 
 @gluon.jit
-def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr, row_bias=None):
+def update_apart(state, logits, scale_log2, MASKED: gl.constexpr, HOLD: gl.constexpr, row_bias=None, TOP: gl.constexpr = 0):
     """`update` for Gluon, with row_sum (TILE_M, SUMS), to be added by `join`: no sum crosses threads before.
 
-    row_bias: what all logits of a row still lack, or None.
+    row_bias: what all logits of a row still lack, or None; not with a TOP: weights are 2**TOP at most, relative to a row_max
+    that is so much smaller.
     """
-    row_max = gl.maximum(state.row_max, _largest_apart(logits, scale_log2, row_bias))
+    row_max = gl.maximum(state.row_max, _largest_apart(logits, scale_log2, row_bias, TOP))
     reference = _reference(row_max, MASKED)
     correction = gl.exp2(state.row_max - reference)
     p = _weights(logits, scale_log2, reference, row_bias)
@@ -188,9 +191,9 @@ def update_lazily_scaled(state, logits, scale_log2, e):
 
 
 @gluon.jit
-def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None):
+def begin_apart(logits, scale_log2, MASKED: gl.constexpr, row_bias=None, TOP: gl.constexpr = 0):
     """`begin`, as `update_apart`."""
-    row_max = _largest_apart(logits, scale_log2, row_bias)
+    row_max = _largest_apart(logits, scale_log2, row_bias, TOP)
     p = _weights(logits, scale_log2, _reference(row_max, MASKED), row_bias)
     return OnlineSoftmax(row_max, sum_apart(p)), p
 

@@ -96,6 +96,15 @@ def per_head_ptr(x, batch, head):
 
 
 @triton.jit
+def per_head(x, batch, head):
+    """The number of one head, or 1."""
+    if x.ptr is None:
+        return 1.0
+    else:
+        return tl.load(per_head_ptr(x, batch, head))
+
+
+@triton.jit
 def head_ptr(x, batch, start, head):
     """Pointer to the first row of one head of one sequence; start is that row's number in a packed tensor, else 0."""
     return x.ptr + batch.to(tl.int64) * x.batch_stride + start * x.row_stride + head.to(tl.int64) * x.head_stride

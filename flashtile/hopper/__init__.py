@@ -4,8 +4,11 @@ import torch
 
 from flashtile import tiles
 from flashtile.device import versions
+from flashtile.problem import FP8
 
 DIRECTIONS = ("forward", "backward", "decode")
+
+_DTYPES = torch.float16, torch.bfloat16
 
 # What a packed descriptor takes for the number of rows of a sequence, and the most that it counts of all
 PACKED_ROWS, MAX_PACKED_ROWS = 2**30, 2**31 - 65536
@@ -40,10 +43,10 @@ def refuses(problem, device, direction) -> str | None:
         from flashtile.hopper import backward_config
 
         return backward_config.refuses(problem, device)
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {problem.dtype}"
     if direction == "decode":
         return _refuses_decode(problem, device)
+    if problem.dtype not in _DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.varlen and (problem.seqlen_k == 0 or problem.total_k == 0):
         return "takes no packed call without keys"
     if problem.unaligned:
@@ -62,6 +65,9 @@ def _uncounted(problem, direction) -> str | None:
 
 
 def _refuses_decode(problem, device) -> str | None:
+    fp8 = problem.dtype == FP8
+    if problem.dtype not in _DTYPES and not fp8:
+        return f"takes float16, bfloat16 and float8_e4m3fn, not {problem.dtype}"
     if problem.cache_dtype != problem.dtype:
         return f"takes a cache of the dtype of q, {problem.dtype}, not {problem.cache_dtype}"
     if problem.num_splits:
@@ -70,11 +76,14 @@ def _refuses_decode(problem, device) -> str | None:
         return "takes no cache without slots"
     if problem.unaligned:
         return "TMA needs the cache as rows of one distance, a multiple of 16 bytes"
-    if problem.page_size and (problem.head_dim % 64 or problem.head_dim_v % 64):
+    if fp8 and problem.rotary_dim:
+        return "takes no fp8 queries that are to be rotated, which gives bfloat16"
+    if problem.page_size and (fp8 or problem.head_dim % 64 or problem.head_dim_v % 64):
         config = tiles.hopper_config(problem.as_packed(), device)
         if not tiles.page_rows(problem, config):
             fits = f"a page size of at least {tiles.LEAST_PAGE} that divides, or is a multiple of, a tile of {config.tile_n}"
-            return f"needs head dims that are multiples of 64, or (without cache_leftpad) {fits}"
+            other = "16-bit queries of " if fp8 else ""
+            return f"needs {other}head dims that are multiples of 64, or (without cache_leftpad) {fits}"
     return None
 
 
@@ -93,7 +102,7 @@ def yields(problem, device, direction) -> str | None:
         sequences, rows = (1, problem.total_q) if problem.varlen else (problem.batch, problem.seqlen_q)
         whole = sequences * problem.num_heads * -(-rows // config.tile_m)
         num_tiles = whole * config.key_parts
-        block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
+        block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
         few_keys = tiles.most_keys(problem, config) <= _FEW_KEYS_OF_PARTS[block_dim]
         if 2 * whole <= device.num_sms and (few_keys or problem.dropout_p):
             return f"fills {whole} of {device.num_sms} multiprocessors; the portable kernel's smaller tiles fill more"
@@ -123,7 +132,7 @@ def _yields_decode(problem, device) -> str | None:
     if reason := _leaves_empty(config, queries):
         return reason
     num_tiles = problem.batch * problem.num_heads // config.heads * -(-queries // config.queries) * config.key_parts
-    block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), problem.dtype.itemsize)
+    block_dim = tiles.padded_dim(max(problem.head_dim, problem.head_dim_v), 2)
     if -(-num_tiles // device.num_sms) * device.num_sms > _TIMES_DECODE[block_dim] * num_tiles:
         return f"has {num_tiles} tiles for {device.num_sms} multiprocessors; the portable kernel cuts their keys into parts"
     return None

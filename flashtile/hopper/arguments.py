@@ -15,16 +15,21 @@ from flashtile.device.numerics import LOG2_E
 from flashtile.device.scores import SMALLEST_UNIT, cap_of, params_of
 from flashtile.hopper import MAX_PACKED_ROWS, PACKED_ROWS
 from flashtile.outputs import forward_outputs, outputs_of_parts
-from flashtile.problem import Operands
+from flashtile.problem import FP8, Operands
 from flashtile.tiles import box_columns, column_boxes, live_columns, packed_tiles, padded_dim
 
 ROWS = 64
 # Registers of a thread of consumers and of the producers, 65536 to a multiprocessor; where tokens are gathered these need more
 REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
 REGISTERS_GATHERED = {2: (224, 56), 3: (160, 32), 4: (112, 32)}
+# Of consumers, the partition that turns fp8 values, and the producers; and warps of that partition
+REGISTERS_FP8 = {2: (208, 72, 24), 3: (144, 72, 72)}
+TURN_WARPS = {2: 4, 3: 2}
 # Of a key, in the product that adds ALiBi's bias
 BIAS_BYTES = 32
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv}
+# The stride of a dim of size 1 means nothing, and may be one that TMA does not take. It takes 16 bytes
+_ANY_STRIDE = 16
 
 
 def descriptor(x, rows, block_dim, heads=1):
@@ -34,8 +39,7 @@ def descriptor(x, rows, block_dim, heads=1):
     """
     batch, seqlen, num_heads, dim = x.shape
     strides = x.stride()
-    # The stride of a dim of size 1 means nothing, and may be one that TMA does not take.
-    batch_stride, row_stride, head_stride = (8 if size == 1 else stride for size, stride in zip(x.shape[:3], strides))
+    batch_stride, row_stride, head_stride = (_ANY_STRIDE if size == 1 else stride for size, stride in zip(x.shape[:3], strides))
     if heads > 1:
         block = [1, rows // heads, heads, block_dim]
         return TensorDescriptor(x, [*x.shape], [batch_stride, row_stride, head_stride, 1], block,
@@ -47,7 +51,7 @@ def descriptor(x, rows, block_dim, heads=1):
 
 def row_stride(x):
     """From one row to the next of (..., rows, heads, dim), of which the first dims are rows as well where each has one."""
-    return next((stride for size, stride in zip(x.shape[-3::-1], x.stride()[-3::-1]) if size > 1), 8)
+    return next((stride for size, stride in zip(x.shape[-3::-1], x.stride()[-3::-1]) if size > 1), _ANY_STRIDE)
 
 
 def packed_descriptor(x, rows, block_dim, heads=1):
@@ -59,7 +63,7 @@ def packed_descriptor(x, rows, block_dim, heads=1):
     With more heads a tile the row comes before the head, see `descriptor`.
     """
     num_heads, dim = x.shape[-2:]
-    apart, head_stride = row_stride(x), 8 if num_heads == 1 else x.stride(-2)
+    apart, head_stride = row_stride(x), _ANY_STRIDE if num_heads == 1 else x.stride(-2)
     if heads > 1:
         block = [1, 1, rows // heads, heads, block_dim]
         return TensorDescriptor(x, [MAX_PACKED_ROWS, MAX_PACKED_ROWS, PACKED_ROWS, num_heads, dim],
@@ -210,8 +214,10 @@ def launch_table(launch, kernel, num_programs, arguments, tile_rows, **constexpr
 def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
     """(whether the left half of the queries goes to registers, whether out has buffers beside those of two tiles of queries).
 
-    Where out has none, it leaves through those of its own queries.
+    Where out has none, it leaves through those of its own queries, but beside fp8, of another dtype.
     """
+    if itemsize == 1:
+        return False, True
     consumers = config.tile_m // ROWS
     split_q = block_d == 256
     stages = config.num_stages * config.tile_n * (block_d + block_dv) * itemsize
@@ -219,6 +225,18 @@ def buffers(config, block_d, block_dv, smem_bytes, itemsize=2):
     q_bytes, out_bytes = ROWS * block_d * itemsize * (3 if split_q else 4) // 2, ROWS * block_dv * itemsize
     # 1024: barriers
     return split_q, smem_bytes - 1024 - stages >= consumers * (q_bytes + out_bytes)
+
+
+def _value_slots(config, block_d, block_dv):
+    """(slots of fp8 values, slots of those that are yet to be turned): as many as fit beside the rest, to 4 and 2.
+
+    With two slots to a step each, consumers waited for values to be turned: see docs/kernels/hopper-forward.md.
+    """
+    queries = 2 * config.tile_m * block_d + 2 * config.tile_m * block_dv
+    room = (227 << 10) - 1024 - queries - config.num_stages * config.tile_n * block_d
+    slots = room // (config.tile_n * block_dv)
+    raw = 2 if slots > 4 else 1
+    return min(4, slots - raw), raw
 
 
 def heads_in_groups(problem, config, num_tiles, num_sms):
@@ -294,7 +312,7 @@ def _bias_product(problem, block_d, block_dv):
     """
     right = problem.window[1]
     return (
-        problem.has_alibi and right is not None and right <= 0 and not problem.softcap
+        problem.has_alibi and right is not None and right <= 0 and not problem.softcap and problem.dtype != FP8
         and problem.softmax_scale >= SMALLEST_UNIT and block_dv == block_d < 256
     )  # fmt: skip
 
@@ -306,9 +324,10 @@ _BOUNDED = 80
 def _capped(problem, config):
     """(`scores.Cap` or None, whether it bounds logits so that no maxima are needed).
 
-    fp16 has not the range of such weights, and ALiBi has no bound: it keeps maxima, and polynomials in units of the softcap.
+    fp16 has not the range of such weights, and ALiBi has no bound: it keeps maxima, and polynomials in units of the softcap. Of
+    fp8 each head has a scale of its own.
     """
-    if problem.has_alibi:
+    if problem.has_alibi or problem.dtype == FP8:
         return None, False
     softcap_log2 = problem.softcap * LOG2_E.value
     bounded = softcap_log2 <= _BOUNDED and problem.dtype == torch.bfloat16
@@ -317,15 +336,17 @@ def _capped(problem, config):
     return cap, bounded and cap is not None
 
 
-def forward_arguments(problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0):
+def forward_arguments(
+    problem, config, operands, out, lse, table, counter, pages=None, page_size=0, page_rows=0, descales=None
+):
     """(arguments, constexprs, grid) of `forward.attention_forward`. table: of `schedule.plan_packed`, or None.
 
     out and lse of a packed call may be batched: then its sequences have one length. pages: what the kernel makes
-    `cache.Pages` of, or None; page_rows: of boxes of a page, 0 where its tokens are gathered.
+    `cache.Pages` of, or None; page_rows: of boxes of a page, 0 where its tokens are gathered. descales: of fp8.
     """
     num_sms = hardware.detect(out.device).num_sms or 132
     itemsize = problem.dtype.itemsize
-    block_d, block_dv = padded_dim(problem.head_dim, itemsize), padded_dim(problem.head_dim_v, itemsize)
+    block_d, block_dv = padded_dim(problem.head_dim, 2), padded_dim(problem.head_dim_v, 2)
     num_tiles = -(-problem.seqlen_q // config.queries)
     num_heads = problem.num_heads // config.heads
     total_heads = problem.batch * num_heads
@@ -335,12 +356,14 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     dropout = dropout_of(problem, operands.rng_state)
     bias = _bias_product(problem, block_d, block_dv)
     split_q, own_out = buffers(config, block_d, block_dv, (227 << 10) - bias * config.tile_n * BIAS_BYTES, itemsize)
-    live_d, live_dv = live_columns(problem.head_dim, block_d), live_columns(problem.head_dim_v, block_dv)
+    fp8 = problem.dtype == FP8
+    live_d, live_dv = (live_columns(dim, block, 32 if fp8 else 16)
+                       for dim, block in ((problem.head_dim, block_d), (problem.head_dim_v, block_dv)))  # fmt: skip
     rest = live_d - block_d // 2 if config.rest_apart else 0
-    box_d = block_d // 2 if rest else box_columns(live_d, block_d)
     # A page is a box of its own, and so are 128 bytes of its rows, since those of other pages lie between
-    rows_k = page_rows or config.tile_n
-    box_k, box_v = (ROWS, ROWS) if pages else (box_d, box_columns(live_dv, block_dv))
+    rows_k, wide = page_rows or config.tile_n, 128 // itemsize
+    box_d = block_d // 2 if rest else min(wide, block_d) if fp8 else box_columns(live_d, block_d)
+    box_k, box_v = (min(wide, block_d), min(wide, block_dv)) if pages or fp8 else (box_d, box_columns(live_dv, block_dv))
     out_columns = block_dv // 2 if split_q and not own_out and not rest else block_dv
     left, right = problem.window
     queries, shift = ROWS // config.heads, _shift(problem)
@@ -350,8 +373,12 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
     gathered = pages is not None and not page_rows
     # With half of the queries in registers consumers have none to give
     registers, load_registers = (REGISTERS_GATHERED if gathered and not split_q else REGISTERS)[config.tile_m // ROWS]
+    turn_warps, turn_registers, (v_stages, raw_stages) = 0, 0, (config.num_stages, config.num_stages)
+    if fp8:
+        turn_warps, (v_stages, raw_stages) = TURN_WARPS[config.tile_m // ROWS], _value_slots(config, block_d, block_dv)
+        registers, turn_registers, load_registers = REGISTERS_FP8[config.tile_m // ROWS]
     # Three consumers leave issue slots short: four warps load, before these, and not one behind them
-    load_warps = 4 if gathered or config.tile_m == 3 * ROWS and not pages else 1
+    load_warps = 4 if gathered or config.tile_m == 3 * ROWS and not pages and not fp8 else 1
     cut_last = _cut_last(problem, config) and not bias and (bounded or not problem.softcap)
     mask_others = left is not None and not cut_last or not aligned
     arguments = (
@@ -363,13 +390,15 @@ def forward_arguments(problem, config, operands, out, lse, table, counter, pages
         (problem.num_heads * config.key_parts - 1) * problem.seqlen_q if problem.varlen and lse.dim() == 3 else None,
         problem.seqlen_q, problem.seqlen_k, num_tiles, num_heads, total_heads,
         *heads_in_groups(problem, config, num_tiles, num_sms), config.key_parts if config.key_parts > 1 else None,
+        descales,
     )  # fmt: skip
     constexprs = {
         "GROUP_SIZE": problem.group_size // config.heads, "HEADS": config.heads,
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "LIVE_D": live_d, "LIVE_DV": live_dv,
         "TILE_N": config.tile_n, "PAGE_SIZE": page_size,
         "NUM_CONSUMERS": config.tile_m // ROWS, "SPLIT_Q": split_q,
-        "NUM_STAGES": config.num_stages, "REGISTERS": registers, "LOAD_REGISTERS": load_registers,
+        "NUM_STAGES": config.num_stages, "V_STAGES": v_stages, "RAW_STAGES": raw_stages, "TURN_WARPS": turn_warps,
+        "TURN_REGISTERS": turn_registers, "REGISTERS": registers, "LOAD_REGISTERS": load_registers,
         "LOAD_WARPS": load_warps, "LAZY": config.lazy,
         "MASK_FIRST": problem.varlen or problem.masked or config.key_parts > 1 or problem.seqlen_k % config.tile_n != 0,
         "MASK_OTHERS": mask_others,

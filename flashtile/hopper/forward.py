@@ -75,7 +75,9 @@ from flashtile.device.lengths import Lengths
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.schedule import Order
-from flashtile.hopper import boxes
+from flashtile.device.scores import ScoreParams
+from flashtile.device.tensors import per_head
+from flashtile.hopper import boxes, fp8
 from flashtile.hopper.arguments import bind_forward
 
 # Query rows of a consumer: what one wgmma of 4 warps holds.
@@ -90,6 +92,7 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
+_LEAST_SCALE = gl.constexpr(scores.SMALLEST_NORMAL)
 # Of the product that adds ALiBi's bias: the fewest that a product of bf16 has
 BIAS_COLUMNS = gl.constexpr(16)
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k; start_k comes behind all slots
@@ -118,7 +121,10 @@ class Variant:
     VALUES_APART: bool
     # Whether the left half of the queries goes to registers
     SPLIT_Q: bool
+    # Slots of keys, of values, and of fp8 values before they are turned
     NUM_STAGES: int
+    V_STAGES: int
+    RAW_STAGES: int
     LAZY: bool
     # Whether the first key tile of a consumer may have hidden keys, and any other
     MASK_FIRST: bool
@@ -140,6 +146,17 @@ class Variant:
     PACKED: bool
     # Whether the keys of a tile are cut into parts, see `_tile_part`
     CUTS: bool
+    # Warps that turn values: q, k and v are fp8; or 0
+    TURN_WARPS: int
+
+    @property
+    def FP8(self):
+        return self.TURN_WARPS > 0
+
+    @property
+    def K(self):
+        """What a product contracts at a time: 32 bytes."""
+        return 32 if self.FP8 else 16
 
 
 @gluon.constexpr_function
@@ -155,7 +172,9 @@ class Ring(NamedTuple):
     q_rest_smem: Any
     k_smem: Any
     k_rest_smem: Any
+    # As products take them: fp8 turned, (columns, keys), by `_turn_values`, from what TMA loads to raw_smem; else that itself
     v_smem: Any
+    raw_smem: Any
     # one a consumer; q_smem where that has to serve
     out_smem: Any
     # `_bias_columns`, where ALiBi's bias is added by a product
@@ -167,6 +186,8 @@ class Ring(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
+    raw_ready: Any
+    raw_free: Any
     tile_ready: Any
     tile_free: Any
 
@@ -406,11 +427,11 @@ def _wait_keys(ready, phase, GATHERED: gl.constexpr, pred=True):
 
 @gluon.jit
 def _load_values(desc, ring, step, keys, pages, variant: gl.constexpr):
-    slot, phase = _slot(step, variant.NUM_STAGES)
-    ready = ring.v_ready.index(slot)
-    mbarrier.wait(ring.v_free.index(slot), phase ^ 1)
-    _expect(ready, boxes.num_bytes(desc, ring.v_smem, variant.LIVE_DV), variant.GATHERED)
-    _load_keys(desc, ring.v_smem.index(slot), ready, keys, pages, variant, variant.LIVE_DV, True)
+    slot, phase = _slot(step, variant.RAW_STAGES)
+    ready = ring.raw_ready.index(slot)
+    mbarrier.wait(ring.raw_free.index(slot), phase ^ 1)
+    _expect(ready, boxes.num_bytes(desc, ring.raw_smem, variant.LIVE_DV), variant.GATHERED)
+    _load_keys(desc, ring.raw_smem.index(slot), ready, keys, pages, variant, variant.LIVE_DV, True)
     _tell(ready, variant.GATHERED)
 
 
@@ -531,6 +552,32 @@ def _load_apart(v_desc, ring, pages, lengths, num_heads, variant: gl.constexpr):
 
 
 @gluon.jit
+def _turn_values(ring, lengths, variant: gl.constexpr):
+    """The partition that turns fp8 values, so that keys lie side by side, as products take them: see fp8.py."""
+    TILE_N: gl.constexpr = variant.TILE_N
+    TURN_WARPS: gl.constexpr = variant.TURN_WARPS
+    index = 0
+    step = 0
+    part, lengths = _receive(ring, lengths, index, variant.PACKED, TURN_WARPS)
+    while part.end > 0:
+        steps = part.end - part.begin
+        for i in range(step, step + steps):
+            raw, phase = _slot(i, variant.RAW_STAGES)
+            mbarrier.wait(ring.raw_ready.index(raw), phase)
+            pairs = fp8.load(ring.raw_smem.index(raw).reshape([TILE_N, variant.BLOCK_DV]), TURN_WARPS)
+            slot, phase = _slot(i, variant.V_STAGES)
+            mbarrier.wait(ring.v_free.index(slot), phase ^ 1)
+            fp8.store_turned(pairs, ring.v_smem.index(slot))
+            fence_async_shared()
+            # Not before: loads may be under way, and TMA does not wait for them
+            mbarrier.arrive(ring.raw_free.index(raw), count=1)
+            mbarrier.arrive(ring.v_ready.index(slot), count=1)
+        step += steps
+        index += 1
+        part, lengths = _receive(ring, lengths, index, variant.PACKED, TURN_WARPS)
+
+
+@gluon.jit
 def _wait_turn(CONSUMER: gl.constexpr, pred=True):
     """Wait until the consumer before this one has started its products."""
     if pred:
@@ -604,7 +651,7 @@ def _start_scores(ring, q_slot, q_left, bias, step, variant: gl.constexpr, KEYS:
 
     q_left: left half of q, and the slot has the right one; None: all of it. bias: `_bias_operand`, or None; not beside q_left.
     """
-    layout: gl.constexpr = columns.layout_of(KEYS)
+    layout: gl.constexpr = columns.layout_of(KEYS, K=variant.K)
     TILE_N: gl.constexpr = variant.TILE_N
     LIVE_D: gl.constexpr = variant.LIVE_D
     BLOCK_D: gl.constexpr = ring.k_smem.shape[-1]
@@ -636,9 +683,12 @@ def _start_scores(ring, q_slot, q_left, bias, step, variant: gl.constexpr, KEYS:
 @gluon.jit
 def _start_values(ring, p, acc, step, variant: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
     """Wait for the values of a step, start acc + p v, and pass the turn."""
-    slot, phase = _slot(step, variant.NUM_STAGES)
+    slot, phase = _slot(step, variant.V_STAGES)
     _wait_keys(ring.v_ready.index(slot), phase, variant.GATHERED)
-    acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([variant.TILE_N, ring.v_smem.shape[-1]]), acc)
+    if variant.FP8:
+        acc = columns.accumulate(fp8.operand(p, acc[0]), ring.v_smem.index(slot).permute((1, 0)), acc)
+    else:
+        acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([variant.TILE_N, variant.BLOCK_DV]), acc)
     _pass_turn(CONSUMER, variant.NUM_CONSUMERS, pred)
     return acc
 
@@ -745,14 +795,18 @@ def _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N: gl.constexpr):
 @gluon.jit
 def _as_operand(p, kept, dropout, ring, acc):
     """p in the dtype of v, as the left operand of p v."""
-    p = p.to(ring.v_smem.dtype)
-    if dropout.rng_state is not None:
-        p = dropouts.drop(p, kept)
-    return columns.as_operand(p, acc[0])
+    if ring.v_smem.dtype.is_fp8():
+        return fp8.weights(p)
+    else:
+        p = p.to(ring.v_smem.dtype)
+        if dropout.rng_state is not None:
+            p = dropouts.drop(p, kept)
+        return columns.as_operand(p, acc[0])
 
 
 @gluon.jit
-def _update(state, logits, scale_log2, row_bias, LAZY: gl.constexpr, MASKED: gl.constexpr, HOLD: gl.constexpr):
+def _update(state, logits, scale_log2, row_bias, LAZY: gl.constexpr, MASKED: gl.constexpr, HOLD: gl.constexpr,
+            FP8: gl.constexpr):  # fmt: skip
     """Softmax of one step. Nothing that follows waits before all exponentials are done (LAZY), or a quarter of them (HOLD);
     ptxas moves waits up."""
     if LAZY:
@@ -760,16 +814,17 @@ def _update(state, logits, scale_log2, row_bias, LAZY: gl.constexpr, MASKED: gl.
         row_sum = gl.inline_asm_elementwise(_HOLD, "=r,=r,r,r", [state.row_sum], dtype=gl.float32, is_pure=False, pack=2)
         return softmax.OnlineSoftmax(state.row_max, row_sum), p, correction
     else:
-        return softmax.update_apart(state, logits, scale_log2, MASKED, HOLD, row_bias)
+        return softmax.update_apart(state, logits, scale_log2, MASKED, HOLD, row_bias, fp8.TOP if FP8 else 0)
 
 
 @gluon.jit
-def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr):
+def _begin(logits, scale_log2, row_bias, TILE_N: gl.constexpr, LAZY: gl.constexpr, MASKED: gl.constexpr,
+           FP8: gl.constexpr):  # fmt: skip
     """State and p of a first step, whose keys past the columns of logits are hidden."""
     if LAZY:
         return softmax.begin(logits, scale_log2, MASKED)
     else:
-        state, p = softmax.begin_apart(logits, scale_log2, MASKED, row_bias)
+        state, p = softmax.begin_apart(logits, scale_log2, MASKED, row_bias, fp8.TOP if FP8 else 0)
         if logits.shape[1] == TILE_N:
             return state, p
         else:
@@ -795,7 +850,7 @@ def _first(raw, bias, part, lengths, window, slope, score_params, cap, variant: 
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
-        return _begin(logits, scores.scale_log2(score_params), row_bias, TILE_N, variant.LAZY, variant.MASK_FIRST)
+        return _begin(logits, scores.scale_log2(score_params), row_bias, TILE_N, variant.LAZY, variant.MASK_FIRST, variant.FP8)
 
 
 @gluon.jit
@@ -828,7 +883,7 @@ def _absorb_tile(
             p, row_sum = softmax.bounded(raw, cap, _piece(raw.shape[1]))
         state = softmax.update_bounded(state, row_sum)
         acc = columns.wait(product)
-        mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+        mbarrier.arrive(ring.v_free.index((step - 1) % variant.V_STAGES), count=1)
         return state, acc, _as_operand(p, kept, dropout, ring, acc)
     else:
         logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
@@ -839,11 +894,12 @@ def _absorb_tile(
         HOLD: gl.constexpr = variant.NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
         if KEYS < TILE_N:
             state = softmax.relaid(state, logits)
-        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD)
+        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD,
+                                       variant.FP8)  # fmt: skip
         if KEYS < TILE_N:
             state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
         acc = columns.wait(product)
-        mbarrier.arrive(ring.v_free.index((step - 1) % NUM_STAGES), count=1)
+        mbarrier.arrive(ring.v_free.index((step - 1) % variant.V_STAGES), count=1)
         acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
         return state, acc, _as_operand(p, kept, dropout, ring, acc)
 
@@ -860,9 +916,9 @@ def _skip_keys(ring, step, count, variant: gl.constexpr, CONSUMER: gl.constexpr)
 
 
 @gluon.jit
-def _skip_values(ring, step, count, NUM_STAGES: gl.constexpr):
+def _skip_values(ring, step, count, V_STAGES: gl.constexpr):
     for i in range(step, step + count):
-        slot, phase = _slot(i, NUM_STAGES)
+        slot, phase = _slot(i, V_STAGES)
         mbarrier.wait(ring.v_ready.index(slot), phase)
         mbarrier.arrive(ring.v_free.index(slot), count=1)
 
@@ -908,8 +964,22 @@ def _store(out_desc, lse, ring, acc, row_lse, part, lengths, slot, left, HEADS: 
 
 
 @gluon.jit
-def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant: gl.constexpr,
-             CONSUMER: gl.constexpr):  # fmt: skip
+def _scales(score_params, descales, part, head, variant: gl.constexpr):
+    """Of a tile: what scores are multiplied with, and what values are."""
+    if variant.FP8:
+        head = head // variant.GROUP_SIZE
+        scale = scores.descaled(score_params.scale, descales, part.batch, head)
+        if score_params.prescaled is None:
+            # Of a head of zeros it may be 0, and 0 * -inf is nan
+            scale = gl.maximum(scale, _LEAST_SCALE)
+        return scale, per_head(descales.v, part.batch, head)
+    else:
+        return score_params.scale, 1.0
+
+
+@gluon.jit
+def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales,
+             variant: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
     """A consumer: 64 rows of each tile of this program."""
     HEADS: gl.constexpr = variant.HEADS
     TILE_N: gl.constexpr = variant.TILE_N
@@ -926,7 +996,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     HALF_SEEN: gl.constexpr = HALF_FIRST and PLACE == 1
     LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == PLACE else TILE_N
     LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != PLACE
-    no_values = columns.accumulators(ROWS, ring.v_smem.shape[-1], variant.LIVE_DV)
+    no_values = columns.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV, 128 if variant.FP8 else 256, K=variant.K)
     if cap is not None:
         cap = scores.cap_of_lane(cap)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -937,7 +1007,10 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     # A packed call may have fewer tiles than programs: then nothing comes.
     some = whole.end > 0
     part = _consumer_part(whole, lengths, window, HEADS, TILE_N, PLACE)
-    slope = scores.load_slope(score_params, part.batch, _head_of(part, num_heads, variant))
+    head = _head_of(part, num_heads, variant)
+    scale, value_scale = _scales(score_params, descales, part, head, variant)
+    first_params = ScoreParams(scale, *score_params[1:])
+    slope = scores.load_slope(first_params, part.batch, head)
     bias = None
     if variant.BIAS:
         bias = _bias_operand(slope, TILE_N)
@@ -961,19 +1034,20 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     if SPLIT_Q:
         # Not before: it may still be on its way to registers, and TMA does not wait for that
         mbarrier.arrive(ring.q_free.index(left), count=1, pred=some)
-    state, p = _first(raw, bias, part, lengths, window, slope, score_params, cap, variant, HALF_SEEN)
+    state, p = _first(raw, bias, part, lengths, window, slope, first_params, cap, variant, HALF_SEEN)
     p = _as_operand(p, kept, dropout, ring, no_values)
     index = 0
     while whole.end > 0:
-        _skip_values(ring, step - skipped, skipped, NUM_STAGES)
+        _skip_values(ring, step - skipped, skipped, variant.V_STAGES)
         acc = no_values
+        params = ScoreParams(scale, *score_params[1:])
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
         # 1 where a window's left edge cuts the last tile: outside of the loop, which has no mask then
         cut = part.full_begin - part.begin if CUT_LAST else 0
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
             state, acc, p = _absorb_tile(
-                ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, score_params,
+                ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, params,
                 cap, stream, dropout, num_heads, variant, CONSUMER, variant.MASK_OTHERS, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
@@ -981,7 +1055,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
             if cut > 0:
                 state, acc, p = _absorb_tile(
                     ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
-                    score_params, cap, stream, dropout, num_heads, variant, CONSUMER, False, LAST_KEYS, True, LAST_HALF_SEEN,
+                    params, cap, stream, dropout, num_heads, variant, CONSUMER, False, LAST_KEYS, True, LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -990,7 +1064,12 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         more = next_whole.end > 0
         next_part = _consumer_part(next_whole, next_lengths, window, HEADS, TILE_N, PLACE)
         next_head = _head_of(next_part, num_heads, variant)
-        next_slope = scores.load_slope(score_params, next_part.batch, next_head) if more else slope
+        next_scale, next_value_scale = scale, value_scale
+        if variant.FP8:
+            if more:
+                next_scale, next_value_scale = _scales(score_params, descales, next_part, next_head, variant)
+        next_params = ScoreParams(next_scale, *score_params[1:])
+        next_slope = scores.load_slope(next_params, next_part.batch, next_head) if more else slope
         if variant.BIAS:
             bias = _bias_operand(next_slope, TILE_N)
         skipped = part.begin - whole.begin
@@ -1015,12 +1094,16 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
-        next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, score_params, cap, variant, HALF_SEEN)
-        p = _as_operand(p, kept, dropout, ring, acc)
+        next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, next_params, cap, variant, HALF_SEEN)
+        if not variant.FP8:
+            p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
         acc = columns.wait(product)
-        mbarrier.arrive(ring.v_free.index(last_step % NUM_STAGES), count=1)
+        if variant.FP8:
+            # Not before: words are a product's registers, and ptxas lets no other product run beside what writes them (C7513)
+            p = _as_operand(p, kept, dropout, ring, acc)
+        mbarrier.arrive(ring.v_free.index(last_step % variant.V_STAGES), count=1)
         if not variant.LAZY or variant.BOUNDED:
             state = softmax.join(state)
         if sinks is not None:
@@ -1035,6 +1118,8 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         inverse, row_lse = softmax.finish(state)
         if dropout.rng_state is not None:
             inverse = inverse * dropout.keep_scale
+        if variant.FP8:
+            inverse = inverse * value_scale
         _store(out_desc, lse, ring, columns.scale(acc, inverse), row_lse, part, lengths,
                CONSUMER if OWN_OUT else q_slot, left if SPLIT_Q and not OWN_OUT else None, HEADS, PACKED)  # fmt: skip
         if not OWN_OUT:
@@ -1044,6 +1129,8 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         q_slot = next_q_slot
         state = next_state
+        scale = next_scale
+        value_scale = next_value_scale
         slope = next_slope
         whole = next_whole
         part = next_part
@@ -1056,6 +1143,7 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
     TILE_N: gl.constexpr = variant.TILE_N
     NUM_CONSUMERS: gl.constexpr = variant.NUM_CONSUMERS
     NUM_STAGES: gl.constexpr = variant.NUM_STAGES
+    V_STAGES: gl.constexpr = variant.V_STAGES
     LIVE_D: gl.constexpr = variant.LIVE_D
     # What fills a slot of keys: TMA, told by one thread, or the producer's threads
     FILLS: gl.constexpr = 128 if variant.GATHERED else 1
@@ -1085,13 +1173,20 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
     else:
         k_smem = boxes.allocate(k_desc, NUM_STAGES, LEFT, PIECES)
         k_rest_smem = boxes.allocate(k_rest_desc, NUM_STAGES, LIVE_D - LEFT, PIECES)
-    v_smem = boxes.allocate(v_desc, NUM_STAGES, variant.BLOCK_DV, PIECES)
+    raw_smem = boxes.allocate(v_desc, variant.RAW_STAGES, variant.BLOCK_DV, PIECES)
+    q_ready, q_free = allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1)
+    k_ready, k_free = allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS)
+    v_ready, v_free = allocate_barriers(V_STAGES, FILLS), allocate_barriers(V_STAGES, NUM_CONSUMERS)
+    if variant.FP8:
+        v_smem = fp8.allocate_turned(V_STAGES, TILE_N, variant.BLOCK_DV)
+        raw_ready, raw_free = allocate_barriers(variant.RAW_STAGES, 1), allocate_barriers(variant.RAW_STAGES, 1)
+    else:
+        v_smem = raw_smem
+        raw_ready, raw_free = v_ready, v_free
     return Ring(
-        q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, out_smem, bias_smem, tile_smem,
-        allocate_barriers(Q_SLOTS, 1), allocate_barriers(Q_SLOTS, 1),
-        allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
-        allocate_barriers(NUM_STAGES, FILLS), allocate_barriers(NUM_STAGES, NUM_CONSUMERS),
-        allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS + variant.VALUES_APART),
+        q_smem, q_rest_smem, k_smem, k_rest_smem, v_smem, raw_smem, out_smem, bias_smem, tile_smem,
+        q_ready, q_free, k_ready, k_free, v_ready, v_free, raw_ready, raw_free,
+        allocate_barriers(TILE_SLOTS, 1), allocate_barriers(TILE_SLOTS, NUM_CONSUMERS + variant.VALUES_APART + variant.FP8),
     )  # fmt: skip
 
 
@@ -1102,9 +1197,10 @@ def _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, varian
 def attention_forward(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, lse, counter, table, pages, table_stride, num_pages, window,
     score_params, cap, sinks, dropout, lse_stride, lse_apart, seqlen_q, seqlen_k, num_tiles, num_heads, total_heads,
-    heads_per_group, tail_heads, parts, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr,
+    heads_per_group, tail_heads, parts, descales, GROUP_SIZE: gl.constexpr, HEADS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_DV: gl.constexpr, LIVE_D: gl.constexpr, LIVE_DV: gl.constexpr, TILE_N: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    NUM_CONSUMERS: gl.constexpr, SPLIT_Q: gl.constexpr, NUM_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    RAW_STAGES: gl.constexpr, TURN_WARPS: gl.constexpr, TURN_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr, LAZY: gl.constexpr, MASK_FIRST: gl.constexpr,
     MASK_OTHERS: gl.constexpr, OWN_OUT: gl.constexpr, HALF_FIRST: gl.constexpr, CUT_LAST: gl.constexpr, HALF_LAST: gl.constexpr,
     LAST_ROWS_FIRST: gl.constexpr, BIAS: gl.constexpr, BOUNDED: gl.constexpr, GATHERED: gl.constexpr,
@@ -1117,13 +1213,14 @@ def attention_forward(
     `cache.Pages` of PAGE_SIZE tokens, or None. parts: of the keys of a tile, each with heads of out and lse of its own, which
     `device.combine` merges, or None (without dropout). lse_stride, lse_apart: see LseRows. Constants: see Variant.
     REGISTERS, LOAD_REGISTERS: of a thread of consumers and of the LOAD_WARPS that load; where these are the first warps they
-    get the registers that are left. CHAINED: see chain.py.
+    get the registers that are left. TURN_REGISTERS: of the TURN_WARPS that turn fp8 values, or 0. CHAINED: see chain.py.
+    descales: `scores.Descales` of fp8, else None.
     """
     VALUES_APART: gl.constexpr = pages is not None and not GATHERED
     variant: gl.constexpr = _variant(
         GROUP_SIZE, HEADS, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, TILE_N, PAGE_SIZE, GATHERED, NUM_CONSUMERS, LOAD_WARPS,
-        VALUES_APART, SPLIT_Q, NUM_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST, HALF_LAST,
-        LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None, parts is not None,
+        VALUES_APART, SPLIT_Q, NUM_STAGES, V_STAGES, RAW_STAGES, LAZY, MASK_FIRST, MASK_OTHERS, OWN_OUT, HALF_FIRST, CUT_LAST,
+        HALF_LAST, LAST_ROWS_FIRST, BIAS, BOUNDED, table is not None, parts is not None, TURN_WARPS,
     )  # fmt: skip
     ring = _allocate(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, out_desc, variant)
     chain.begin(CHAINED)
@@ -1139,26 +1236,80 @@ def attention_forward(
         out_heads = out_heads * parts
     rows = LseRows(lse, lse_stride, lse_apart, out_heads)
     # The lists are written out: a tuple bound to a name loses what is constexpr in it.
-    if NUM_CONSUMERS == 2 and VALUES_APART:
+    if variant.FP8 and NUM_CONSUMERS == 3 and VALUES_APART:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
+            (_turn_values, (ring, lengths, variant)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     parts, variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
+        ], [4, 4, TURN_WARPS, LOAD_WARPS, LOAD_WARPS],
+            [REGISTERS, REGISTERS, TURN_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif variant.FP8 and NUM_CONSUMERS == 3:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
+            (_turn_values, (ring, lengths, variant)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     parts, variant)),
+        ], [4, 4, TURN_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, TURN_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif variant.FP8 and VALUES_APART:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_turn_values, (ring, lengths, variant)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     parts, variant)),
+            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
+        ], [4, TURN_WARPS, LOAD_WARPS, LOAD_WARPS], [REGISTERS, TURN_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif variant.FP8:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_turn_values, (ring, lengths, variant)),
+            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
+                     parts, variant)),
+        ], [4, TURN_WARPS, LOAD_WARPS], [REGISTERS, TURN_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    elif NUM_CONSUMERS == 2 and VALUES_APART:
+        gl.warp_specialize([
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
             (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
         ], [4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
         ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3 and VALUES_APART:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
             (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
@@ -1167,34 +1318,48 @@ def attention_forward(
         gl.warp_specialize([
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     elif NUM_CONSUMERS == 3:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
         ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
     elif VALUES_APART:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
             (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
         ], [4, 4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, variant, 3)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        0)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        1)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        2)),
+            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
+                        3)),
             (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
                      parts, variant)),
         ], [4, 4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip

@@ -19,12 +19,13 @@ from flashtile.device.append import Append
 from flashtile.device.cache import layout_arguments
 from flashtile.device.launch import Launches
 from flashtile.device.masks import Window
+from flashtile.device.scores import descales_of
 from flashtile.device.tensors import Rows, rows_of
 from flashtile.hopper import arguments
 from flashtile.hopper.forward import attention_forward
 from flashtile.kvcache_problem import CacheOperands, rows_apart
 from flashtile.outputs import fresh, outputs_of_parts
-from flashtile.problem import Operands, is_unaligned
+from flashtile.problem import FP8, Operands, is_unaligned
 
 
 def _in_units(x) -> Rows:
@@ -51,7 +52,7 @@ class Call:
         self.is_empty = 0 in out_shape
         self.append = Append(problem, operands, device) if problem.appends else None
         self.copies_q = not problem.rotary_dim and not _is_rows(operands.q)
-        self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim or self.copies_q else None
+        self.new_q = fresh(operands.q.shape, problem.dtype) if problem.rotary_dim or self.copies_q else None
         # Rows of no sequence
         self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
@@ -92,5 +93,5 @@ class Call:
         attended = Operands(q, operands.k_cache, operands.v_cache, alibi_slopes=operands.alibi_slopes, sinks=operands.sinks)
         arguments.launch_forward(
             launch, attention_forward, self.packed, self.config, attended, (out, lse), (out_parts, lse_parts), table, counter,
-            pages, problem.page_size or 0, self.page_rows,
+            pages, problem.page_size or 0, self.page_rows, descales_of(operands) if problem.dtype == FP8 else None,
         )  # fmt: skip

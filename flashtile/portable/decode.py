@@ -45,7 +45,7 @@ from flashtile.device.masks import Window
 from flashtile.device.merge import ELEMENTS, LSE_COPIES, chunk_of, merge_rows, store_rows
 from flashtile.device.numerics import NEG_INF
 from flashtile.device.scores import ScoreParams, params_of
-from flashtile.device.tensors import aligned, head_ptr, in_pairs, inner, per_head_of, per_head_ptr, rows_of, tile_offsets
+from flashtile.device.tensors import aligned, head_ptr, in_pairs, inner, per_head, rows_of, tile_offsets
 from flashtile.kvcache_problem import FP8, CacheOperands
 from flashtile.outputs import fresh, scratch
 from flashtile.portable import INTERPRETED_SMS
@@ -76,14 +76,6 @@ class Partial(NamedTuple):
     out: Any
     lse: Any
     counters: Any
-
-
-class Descales(NamedTuple):
-    """PerHead of key-value heads, fp32."""
-
-    q: Any
-    k: Any
-    v: Any
 
 
 class Part(NamedTuple):
@@ -149,8 +141,8 @@ def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOC
     row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
     within = position - (_at(shares.work_ends, batch, BATCH_BLOCK) - row_tiles * tiles)
     row_tile = within // tiles
-    per_head = 1 if ONE_LOOP else tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
-    return Part(batch, row_tile // per_head * SIDE + side, row_tile % per_head, within - row_tile * tiles, tiles)
+    of_head = 1 if ONE_LOOP else tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
+    return Part(batch, row_tile // of_head * SIDE + side, row_tile % of_head, within - row_tile * tiles, tiles)
 
 
 @triton.jit
@@ -270,17 +262,6 @@ def _load_queries(q, part, lengths, wanted, GROUP_SIZE: tl.constexpr, TILE_M: tl
 
 
 @triton.jit
-def _load_scale(part, score_params, descales):
-    """The scale of a head, with that of its fp8 values."""
-    scale = score_params.scale
-    if descales.q.ptr is not None:
-        scale = scale * inner(tl.load(per_head_ptr(descales.q, part.batch, part.head)))
-    if descales.k.ptr is not None:
-        scale = scale * inner(tl.load(per_head_ptr(descales.k, part.batch, part.head)))
-    return scale
-
-
-@triton.jit
 def _load_slopes(part, score_params, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr):
     """Of the rows of a row tile, (TILE_M, 1); of each head."""
     if score_params.alibi_slopes is None:
@@ -295,8 +276,7 @@ def _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, le
                  dtype: tl.constexpr, TILE_N: tl.constexpr, WEIGHT: tl.constexpr = 1):  # fmt: skip
     """Absorb the keys from col_begin on; acc and tiles of q, k and v are tuples of blocks of columns. They are multiplied in
     dtype, weights times WEIGHT, as acc is; v_blocks may be pairs of columns, acc as `blocks.unpaired` has them."""
-    score_params = ScoreParams(scale, score_params.softcap, score_params.alibi_slopes, score_params.alibi_batch_stride,
-                               score_params.prescaled, score_params.fine_cap)  # fmt: skip
+    score_params = ScoreParams(scale, *score_params[1:])
     cols = col_begin + tl.arange(0, TILE_N)
     # (TILE_M, TILE_N)
     logits = blocks.dot_rows(q_blocks, k_blocks, dtype)
@@ -326,7 +306,7 @@ def _store_part(part, slot, whole, state, acc, lengths, out, lse, partial, sinks
         acc = blocks.scaled(acc, inner(correction))
     inverse, row_lse = softmax.finish(state)
     if descales.v.ptr is not None:
-        inverse = inverse * tl.load(per_head_ptr(descales.v, part.batch, part.head))
+        inverse = inverse * per_head(descales.v, part.batch, part.head)
     acc = blocks.scaled(acc, inner(inverse))
     if whole:
         out_ptrs = inner(_row_ptrs(out, part, lengths, GROUP_SIZE, TILE_M))
@@ -428,7 +408,7 @@ def _attend_part(
     WEIGHT: tl.constexpr = FP16_WEIGHT if IN_FP16 else 1
     PAIRS: tl.constexpr = 2 if v.ptr.dtype.element_ty == tl.int16 else 1
     RELOAD_Q: tl.constexpr = TILE_M <= SMALL_ROWS and HEADS == 1 and not IN_FP16
-    scale = _load_scale(part, score_params, descales)
+    scale = scores.descaled(score_params.scale, descales, part.batch, part.head)
     if not RELOAD_Q:
         q_blocks = _load_queries(q, part, lengths, True, GROUP_SIZE, TILE_M, HEAD_DIM, BLOCK_D, REST_D)
         if IN_FP16:
@@ -503,7 +483,7 @@ def _attend_share(
                                     BLOCK_D, REST_D, WIDE)  # fmt: skip
         v_blocks = _load_key_blocks(v, cache_row, page, part.head, col_begin, lengths, window.left, PAGE_SIZE, PAGES, TILE_N,
                                     HEAD_DIM_V, BLOCK_DV, REST_DV, WIDE)  # fmt: skip
-        scale = _load_scale(part, score_params, descales)
+        scale = scores.descaled(score_params.scale, descales, part.batch, part.head)
         slopes = _load_slopes(part, score_params, GROUP_SIZE, TILE_M)
         state, acc = _attend_tile(state, acc, q_blocks, k_blocks, v_blocks, tokens, col_begin, lengths, window, score_params,
                                   scale, slopes, dtype, TILE_N)  # fmt: skip
@@ -651,11 +631,11 @@ def merge_parts(
             side = head % SIDE
             tiles = _at(shares.tiles, batch, BATCH_BLOCK)
             row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
-            per_head = row_tiles // (num_heads_kv // SIDE)
-            begin = _at(shares.work_ends, batch, BATCH_BLOCK) + (head // SIDE * per_head + m_tile - row_tiles) * tiles
+            of_head = row_tiles // (num_heads_kv // SIDE)
+            begin = _at(shares.work_ends, batch, BATCH_BLOCK) + (head // SIDE * of_head + m_tile - row_tiles) * tiles
             share, parts = _shares_of(begin, tiles, tl.maximum(shares.share, 1))
             part = Part(batch, head, m_tile, 0, tiles)
-            is_mine = (m_tile < per_head) & (parts > 1)
+            is_mine = (m_tile < of_head) & (parts > 1)
         else:
             share = program // SIDE
             side = program % SIDE
@@ -782,7 +762,7 @@ class Call:
             parts = Partial(partial[self.partial_rows * LSE_COPIES.value :], partial, stored)
         results = rows_of(out), lse, parts
         layout, window = cache.layout_arguments(problem, operands), Window(*problem.window)
-        descales = Descales(*map(per_head_of, (operands.q_descale, operands.k_descale, operands.v_descale)))
+        descales = scores.descales_of(operands)
         launch(
             decode_attention, self.grid,
             (rows_of(q), rows_of(operands.k_cache), rows_of(operands.v_cache), *results, *layout, window, score_params,

@@ -130,6 +130,59 @@ def test_prefill(head_dim, page_size, poisoned, monkeypatch):
         check_cache(more, torch.bfloat16, "cuda", seed=5)
 
 
+FP8_PREFILL = replace(PREFILL, new=None, fp8="all", descale=True)
+
+
+def check_fp8_on_hopper(case, monkeypatch):
+    """With queries of fp8 the tensor cores multiply weights in fp8 as well."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    try:
+        check_cache(case, torch.bfloat16, "cuda", seed=5, fp8_weights=True)
+    except flashtile.UnsupportedError as error:
+        pytest.skip(str(error).splitlines()[1])
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64, 256, 7])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, (192, 128), (80, 112), (64, 128), 208], ids=str)
+def test_prefill_of_fp8(head_dim, page_size, poisoned, monkeypatch):
+    head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    case = replace(FP8_PREFILL, page_size=page_size, head_dim=head_dim, head_dim_v=head_dim_v)
+    for more in (case, replace(case, window=(200, 0)), replace(case, causal=False, descale=False),
+                 replace(case, lengths_q=(150, 0, 300, 1, 77, 256), tail=5)):  # fmt: skip
+        check_fp8_on_hopper(more, monkeypatch)
+
+
+@pytest.mark.parametrize("options", [
+    dict(softcap=5.0), dict(softcap=80.0), dict(alibi="heads"), dict(alibi="batch", sinks=True), dict(sinks=True),
+    dict(softmax_scale=-0.3), dict(window=(100, 50), causal=False), dict(leftpad=(100, 0, 3, 640, 1, 0)),
+    dict(heads_kv=1, seqlen_q=20), dict(heads_kv=8), dict(new=300), dict(new=300, page_size=64),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_of_fp8_with(options, head_dim, poisoned, monkeypatch):
+    check_fp8_on_hopper(replace(FP8_PREFILL, head_dim=head_dim, head_dim_v=head_dim, **options), monkeypatch)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_of_fp8_repeats(head_dim, monkeypatch):
+    """A hundred calls, bit by bit; and a head whose descale is 0, as of a head of zeros."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 777, heads, head_dim, generator=generator, device="cuda").to(FP8) for heads in (8, 2, 2))
+    descale = torch.tensor([[0.0, 1.0], [2.0, 1.0]], device="cuda")
+    call = dict(k_descale=descale, causal=True, return_lse=True)
+    first = flashtile.attention_with_kvcache(q, k, v, **call)
+    # The mean of the keys so far
+    mean = v[0, :, 0].double().cumsum(0) / torch.arange(1, 778, device="cuda")[:, None]
+    torch.testing.assert_close(first[0][0, :, :4].double(), mean[:, None].expand(-1, 4, -1), rtol=0.02, atol=0.01)
+    for _ in range(100):
+        for x, y in zip(flashtile.attention_with_kvcache(q, k, v, **call), first, strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("page_size", [None, 7, 16, 64])
 @pytest.mark.parametrize("head_dim", [64, 128, (192, 128)], ids=str)
 def test_prefill_in_three_parts(head_dim, page_size, three_parts, poisoned, monkeypatch):

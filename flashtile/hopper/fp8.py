@@ -1,0 +1,100 @@
+"""Operands of fp8 products: wgmma takes 8-bit operands in one order alone, what it contracts side by side.
+
+Keys and queries lie so, values do not: their keys are to be side by side, so that they are turned on the way, in words of four
+numbers, by a partition of its own. Weights, which a thread has two by two, it is to have four by four: the keys of each 16 are
+taken in another order, 0 1 8 9, 2 3 10 11 and so on, in which a thread's two pairs are side by side, and so are values.
+
+Source: Shah et al. 2024, FlashAttention-3, section 3.3.
+"""
+
+from flashtile.device.compat import gl, gluon, reinterpret
+
+# Weights are 2**TOP at most: e4m3 reaches 448, and has fewer bits below 2**-6
+TOP = gl.constexpr(8)
+# The first bytes of four pairs to a word, and their second ones
+_TURN = gl.constexpr(
+    "{ .reg .b32 a, b; mov.b32 a, {$2, $3}; mov.b32 b, {$4, $5}; prmt.b32 $0, a, b, 0x6420; prmt.b32 $1, a, b, 0x7531; }"
+)
+
+# Four numbers to a word; those beyond its range become its largest
+_NARROW = gl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+)
+
+
+@gluon.constexpr_function
+def _pairs_layout(keys, pairs, warps):
+    """Of a tile of (keys, pairs of columns), as matrix loads give it that turn pairs: a thread has 0, 1, 8, 9 of the keys."""
+    of_warps = warps.bit_length() - 1
+    rest = [[0, 1 << bit] for bit in range(3, pairs.bit_length() - 1)]
+    rest += [[1 << bit, 0] for bit in range(4, keys.bit_length() - 1)]
+    regs = [[1, 0], [8, 0], *rest[of_warps:]]
+    return gl.DistributedLinearLayout(regs, [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[:of_warps], [], [keys, pairs])
+
+
+@gluon.constexpr_function
+def _in_words(layout):
+    return gl.NVMMASharedLayout(layout.swizzle_byte_width, 32, 2)
+
+
+@gluon.constexpr_function
+def _turned_layout(keys, dim):
+    return gl.NVMMASharedLayout.get_default_for([dim, keys], gl.float8e4nv)
+
+
+@gluon.jit
+def allocate_turned(COUNT: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr):
+    """Shared memory for tiles of values (DIM, KEYS), keys side by side."""
+    return gl.allocate_shared_memory(gl.float8e4nv, [COUNT, DIM, KEYS], _turned_layout(KEYS, DIM))
+
+
+@gluon.jit
+def load(tile, WARPS: gl.constexpr):
+    """Values (KEYS, DIM) in pairs of columns."""
+    KEYS: gl.constexpr = tile.shape[0]
+    PAIRS: gl.constexpr = tile.shape[1] // 2
+    pairs = reinterpret(tile, gl.int16, [KEYS, PAIRS], gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 16, 2))
+    return pairs.load(_pairs_layout(KEYS, PAIRS, WARPS))
+
+
+@gluon.jit
+def store_turned(pairs, tile):
+    """pairs of `load` to a tile (DIM, KEYS)."""
+    KEYS: gl.constexpr = pairs.shape[0]
+    PAIRS: gl.constexpr = pairs.shape[1]
+    # Of a key's bits 0 and 3 the word's place, of the others the word
+    even, odd = pairs.reshape([KEYS // 16, 2, 4, 2, PAIRS]).permute((0, 2, 4, 1, 3)).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    left, right = gl.inline_asm_elementwise(_TURN, "=r,=r,h,h,h,h", [first, second, third, fourth], dtype=(gl.int32, gl.int32),
+                                            is_pure=True, pack=1)  # fmt: skip
+    turned = gl.join(left, right).permute((2, 3, 0, 1)).reshape([2 * PAIRS, KEYS // 4])
+    reinterpret(tile, gl.int32, [2 * PAIRS, KEYS // 4], _in_words(tile.layout)).store(turned)
+
+
+@gluon.jit
+def _fours(x):
+    """Of each 16 columns those that `_TURN` puts together: four tensors (ROWS, columns / 16, 4)."""
+    even, odd = x.reshape([x.shape[0], x.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return first, second, third, fourth
+
+
+@gluon.jit
+def weights(p):
+    """Weights in words of four: what a loop carries as bytes it would take apart and put together in every step."""
+    a, b, c, d = _fours(p)
+    return gl.inline_asm_elementwise(_NARROW, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def operand(words, acc):
+    """`weights` as left operand of a product that acc takes: keys in the order of `store_turned`, none of which moves."""
+    ROWS: gl.constexpr = words.shape[0]
+    # In halves, which the compiler knows how to take for the whole
+    low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+    low = gl.join(low.to(gl.int8), (low >> 8).to(gl.int8))
+    high = gl.join(high.to(gl.int8), (high >> 8).to(gl.int8))
+    p = gl.join(low, high).permute((0, 1, 2, 4, 3)).reshape([ROWS, 16 * words.shape[1]])
+    return gl.convert_layout(p.to(gl.float8e4nv, bitcast=True), gl.DotOperandLayout(0, acc.type.layout, 4))
