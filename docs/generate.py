@@ -130,6 +130,21 @@ def decode_fp8(record, name) -> str:
     return _decode(record, name, {"flashtile page 64": "pages of 64", "flashtile bf16": "a cache of bf16", "fa3": "FA3"})
 
 
+@of_record("prefill-fp8.json")
+def prefill_fp8(record, name) -> str:
+    """Prompts over fp8 with fp8 queries: microseconds, TFLOP/s and errors."""
+    lines = []
+    for row in record["rows"]:
+        c, us, error = row["config"], row["us"], row["error"]
+        lines.append([f"{c['batch']} x {c['queries']} of {c['length']}", f"{c['nheads']}/{c['nheads_kv']}", c["headdim"],
+                      "causal" if c["causal"] else "none", f"{us['flashtile']:.0f}", row["tflops"]["flashtile"],
+                      f"{us['flashtile page 64']:.0f}", f"{us['flashtile bf16']:.0f}", f"{us['fa3']:.0f}",
+                      *(f"{error[name]:.2%}" for name in ("flashtile", "fa3", "flashtile bf16"))])  # fmt: skip
+    header = ["queries and keys", "heads", "head dim", "mask", "flashtile, µs", "TFLOP/s", "pages of 64, µs", "all in bf16, µs",
+              "FA3, µs", "error", "FA3's", "that of bf16"]  # fmt: skip
+    return f"Command: `{record['command']}`. {provenance(record, name)}\n\n{markdown(header, lines)}"
+
+
 def _decode(record, name, others) -> str:
     """others: names of columns, by implementation."""
     lines = []
@@ -503,6 +518,7 @@ TABLES = {
     "attention-counters": attention_counters,
     "decode": decode,
     "decode-fp8": decode_fp8,
+    "prefill-fp8": prefill_fp8,
     "page-cost": page_cost,
     "prefill-page-cost": prefill_page_cost,
     "mla": mla,

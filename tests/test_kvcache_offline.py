@@ -101,20 +101,22 @@ def prefills():
 
     from flashtile import dispatch, hardware
     from flashtile.bench import offline
-    from flashtile.kvcache_problem import CacheProblem
+    from flashtile.kvcache_problem import FP8, CacheProblem
 
     device = hardware.by_name("H200")
-    shapes = (128, 16), (128, 1), (64, 16), (192, 64), (256, 1)
-    for head_dim, page_size in compiled.of_this_run(shapes, row=lambda shape: shape[1]):
+    shapes = [(dim, page_size, torch.bfloat16) for dim, page_size in ((128, 16), (128, 1), (64, 16), (192, 64), (256, 1))]
+    shapes += [(dim, page_size, FP8) for dim, page_size in ((64, 64), (128, None), (256, 16), (192, None), (80, None))]
+    for head_dim, page_size, dtype in compiled.of_this_run(shapes, row=lambda shape: (*shape[1:], shape[0] == 64)):
         problem = CacheProblem(
             batch=8, seqlen_q=512, capacity=4096, num_heads=32, num_heads_kv=8, head_dim=head_dim,
-            head_dim_v=min(head_dim, 128) if head_dim == 192 else head_dim, page_size=page_size, dtype=torch.bfloat16,
-            cache_dtype=torch.bfloat16, softmax_scale=0.1, window=(None, 0), seqlen_new=512 if page_size == 64 else 0,
+            head_dim_v=min(head_dim, 128) if head_dim == 192 else head_dim, page_size=page_size, dtype=dtype,
+            cache_dtype=dtype, softmax_scale=0.1, window=(None, 0), seqlen_new=512 if page_size == 64 else 0,
+            has_descale=dtype == FP8,
         )  # fmt: skip
         plan = dispatch.plan(problem, device, "decode")
         for report in offline.compile_decode(problem, plan, device, sass=True, ptxas=True):
             print(json.dumps({
-                "name": f"{head_dim} pages of {page_size}", "tier": plan.tier, "kernel": report.kernel,
+                "name": f"{head_dim} pages of {page_size}" + " fp8" * (dtype == FP8), "tier": plan.tier, "kernel": report.kernel,
                 "spill_bytes": report.spill_bytes, "shared_bytes": report.shared_bytes, "smem_bytes": device.smem_bytes,
                 "products": report.tensor_core, "warnings": report.ptxas_warnings, "early_releases": report.early_releases,
             }), flush=True)  # fmt: skip
@@ -169,7 +171,8 @@ def test_prefills_on_hopper_compile():
         assert row["tier"] == "hopper" and row["shared_bytes"] <= row["smem_bytes"], row
         if row["kernel"] == "attention_forward":
             # wgmma, none waits for another, and nothing goes back to TMA early: see test_hopper_offline.py
-            assert set(row["products"]) == {"HGMMA"} and not row["warnings"] and row["early_releases"] == [], row
+            product = "QGMMA" if row["name"].endswith("fp8") else "HGMMA"
+            assert set(row["products"]) == {product} and not row["warnings"] and row["early_releases"] == [], row
         assert row["spill_bytes"] <= spills.allowed(f"prefill {row['kernel']} {row['name']}", MAX_SPILL_PREFILL), row
 
 

@@ -201,7 +201,7 @@ def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     """Compile the kernels of a call on a key-value cache, without data.
 
     Args:
-        problem: CacheProblem with lengths of their own; without packed queries, rotary embedding, fp8, sinks.
+        problem: CacheProblem with lengths of their own; without packed queries, rotary embedding, sinks.
         plan: a dispatch.Plan of it for the direction "decode".
         device: the hardware.Device that it is for.
         sass, ptxas: as in `launches`.
@@ -210,7 +210,7 @@ def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     """
     import torch
 
-    from flashtile.kvcache_problem import CacheOperands
+    from flashtile.kvcache_problem import FP8, CacheOperands
 
     def empty(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -222,10 +222,12 @@ def compile_decode(problem, plan, device, *, sass=False, ptxas=False):
     if problem.appends:
         new = {name: empty(batch, problem.seqlen_new, heads_kv, dim, dtype=problem.dtype)
                for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v))}  # fmt: skip
+    of_fp8 = ("q", "k", "v") if problem.dtype == FP8 else ("k", "v")
+    descales = {f"{name}_descale": empty(batch, heads_kv, dtype=torch.float32) for name in of_fp8 if problem.has_descale}
     operands = CacheOperands(
         empty(batch, problem.seqlen_q, problem.num_heads, problem.head_dim, dtype=problem.dtype),
         empty(*rows, heads_kv, problem.head_dim, dtype=problem.cache_dtype),
-        empty(*rows, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype), **new, cache_seqlens=empty(batch),
+        empty(*rows, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype), **new, **descales, cache_seqlens=empty(batch),
         block_table=empty(batch, pages) if page_size else None,
         alibi_slopes=empty(problem.num_heads, dtype=torch.float32) if problem.has_alibi else None,
     )  # fmt: skip

@@ -4,6 +4,7 @@
     _compute x 2..4  4 each  owns 64 query rows of the tile: products, online softmax, lse, and the TMA store of out
     _load            1 or 4  takes tiles from a counter, tells them to the others, starts every load
     _load_apart      1       of a cache in pages: starts the loads of values, so that two warps look up pages side by side
+    _turn_values     2 or 4  of fp8: turns values, so that their keys lie side by side
 
 A tile is 64 queries a consumer, of one head; where queries are few, of all heads of a group (HEADS of them, their queries of
 one position side by side), which have their keys in common: see `tiles.hopper_config`. K and V are one unbroken stream of
@@ -30,7 +31,11 @@ its tiles, which a small kernel writes before (`schedule.plan_packed`).
 Keys and values may lie in the pages of a cache, see kvcache.py: then a box of TMA is one page or a part of it, and tokens of
 other pages are copied one by one (GATHERED).
 
-Takes fp16 and bf16, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
+fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
+them; sums, maxima and corrections stay fp32. fp8.py says in which order operands lie. Each tile has a scale, that of its heads'
+descales; so softcaps are not BOUNDED, and nothing is LAZY.
+
+Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
 take: see `hopper.refuses`.
 

@@ -6,7 +6,11 @@ of keys has a box of each page, whose number the producer looks up (`boxes.load_
 so that nothing of an unused slot is read; keys that a window hides from all queries of a sequence are no part of it, with pages
 those of whole pages.
 
-How fast: `flashtile compare --preset chunked-prefill --mode decode`. What was tried: docs/kernels/hopper-forward.md.
+Queries and a cache of fp8 are multiplied in fp8. A cache of fp8 beside other queries is the portable tier's, whose products are
+exact.
+
+How fast: `flashtile compare --preset chunked-prefill --mode decode`; fp8: `benchmarks/prefill.py`. What was tried:
+docs/kernels/hopper-forward.md.
 
 New keys go to the cache before (`device.append`). Calls of few queries, decoding, are the portable tier's: see `hopper.yields`.
 """
