@@ -295,7 +295,62 @@ def test_refusals():
     q, k, v = tensors()
     with pytest.raises(UnsupportedError, match="attention_chunk: expected 0, got 64. Pack the chunks"):
         fa3.flash_attn_func(q, k, v, attention_chunk=64)
-    with pytest.raises(UnsupportedError, match="descales: expected None"):
+    with pytest.raises(UnsupportedError, match="descales: expected None beside q of"):
         fa3.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2))
     with pytest.raises(UnsupportedError, match="qv: expected None"):
         fa3.flash_attn_with_kvcache(q, k, v, qv=q)
+
+
+def _narrow(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for shape in shapes]
+
+
+def _wide(x, descale, heads):
+    """fp8 values of (batch, rows, heads, dim) times their descales."""
+    return x.float() * descale.repeat_interleave(x.shape[2] // heads, 1)[:, None, :, None]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8_is_taken_as_a_cache_is(causal):
+    q, k, v = _narrow((2, 9, 4, 32), (2, 20, 2, 32), (2, 20, 2, 16))
+    descales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    options = dict(causal=causal, window_size=(12, 3), softcap=3.0, return_attn_probs=True)
+    out, lse = fa3.flash_attn_func(q, k, v, **named, **options)
+    wide = [_wide(x, descale, 2) for x, descale in zip((q, k, v), descales, strict=True)]
+    expected = fa3.flash_attn_func(*wide, **options)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), expected[0], rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
+    assert fa3.flash_attn_func(q, k.transpose(1, 2).contiguous().transpose(1, 2), v).shape == (2, 9, 4, 16)
+
+
+def test_packed_fp8():
+    """Sequences are parts of one row of a cache; other rows of it are not read."""
+    lengths_q, lengths_k, used = [5, 0, 7], [11, 4, 20], [9, 4, 0]
+    q, k, v = _narrow((12, 4, 32), (35, 2, 32), (35, 2, 32))
+    starts_q, starts_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths_q, lengths_k))
+    descale = torch.rand(3, 2) + 0.5
+    call = dict(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=7, max_seqlen_k=20, k_descale=descale, causal=True)
+    for seqused_k in (None, torch.tensor(used).int()):
+        out, lse = fa3.flash_attn_varlen_func(q, k, v, seqused_k=seqused_k, return_attn_probs=True, **call)
+        for b, keys in enumerate(lengths_k if seqused_k is None else used):
+            rows, begin = slice(starts_q[b], starts_q[b + 1]), int(starts_k[b])
+            own = slice(begin, begin + keys)
+            expected = fa3.flash_attn_func(q[None, rows], k[None, own], v[None, own], k_descale=descale[b:][:1], causal=True,
+                                           return_attn_probs=True)  # fmt: skip
+            torch.testing.assert_close(out[rows], expected[0][0], rtol=0.01, atol=0.01)
+            torch.testing.assert_close(lse[:, rows], expected[1][0], rtol=1e-4, atol=1e-4)
+    batched = fa3.flash_attn_varlen_func(q.view(3, 4, 4, 32), k, v, **{**call, "cu_seqlens_q": None})
+    assert batched.shape == (3, 4, 4, 32)
+    with pytest.raises(UnsupportedError, match="seqused_q: expected None with fp8"):
+        fa3.flash_attn_varlen_func(q, k, v, seqused_q=torch.tensor(lengths_q).int(), **call)
+
+
+def test_what_fp8_can_t_have():
+    q, k, v = _narrow((1, 4, 2, 32), (1, 4, 2, 32), (1, 4, 2, 32))
+    with pytest.raises(UnsupportedError, match="qv: expected None"):
+        fa3.flash_attn_func(q, k, v, qv=v)
+    with pytest.raises(DtypeError, match="^k: expected the dtype of q"):
+        fa3.flash_attn_func(q, k.bfloat16(), v)

@@ -116,7 +116,8 @@ def prefills():
         plan = dispatch.plan(problem, device, "decode")
         for report in offline.compile_decode(problem, plan, device, sass=True, ptxas=True):
             print(json.dumps({
-                "name": f"{head_dim} pages of {page_size}" + " fp8" * (dtype == FP8), "tier": plan.tier, "kernel": report.kernel,
+                "name": f"{head_dim} pages of {page_size}" + " fp8" * (dtype == FP8), "tier": plan.tier,
+                "kernel": report.kernel,
                 "spill_bytes": report.spill_bytes, "shared_bytes": report.shared_bytes, "smem_bytes": device.smem_bytes,
                 "products": report.tensor_core, "warnings": report.ptxas_warnings, "early_releases": report.early_releases,
             }), flush=True)  # fmt: skip

@@ -11,7 +11,7 @@ What differs, or means nothing here:
 - num_splits (but in flash_attn_with_kvcache), pack_gqa, sm_margin and scheduler_metadata choose how FlashAttention 3's kernels
   share out their work; they are taken and change nothing. get_scheduler_metadata gives an empty tensor.
 - qv, the second part of the queries, is put beside q, and v beside k: a copy, and head_dim + head_dim_v at most 256.
-- fp8 with its descales is taken by flash_attn_with_kvcache alone.
+- fp8 is taken as a cache is, see flash_attn_with_kvcache: by kernels for that, without qv, gradients and seqused_q.
 - attention_chunk is refused.
 - A softcap below 0 is off, and num_splits below 1 is 0, as there; an index tensor, new keys and values, or tables with strides
   are copied. flash_attn_varlen_func takes a batched q, or batched k and v, without their cu_seqlens.
@@ -52,7 +52,7 @@ from flashtile.errors import (
     ValueRangeError,
     explain,
 )
-from flashtile.problem import INT32_MAX, MAX_HEAD_DIM, Operands, is_autocast, values_readable
+from flashtile.problem import FP8, INT32_MAX, MAX_HEAD_DIM, Operands, is_autocast, values_readable
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -71,23 +71,27 @@ def flash_attn_func(
     """`flashtile.attention` under FlashAttention 3's name and conventions (see the module).
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), fp16, bf16 or fp32; head_dim at most 256.
+        q: (batch, seqlen_q, num_heads, head_dim), fp16, bf16, fp32 or fp8 (e4m3); head_dim at most 256.
         k: (batch, seqlen_k, num_heads_kv, head_dim); num_heads % num_heads_kv == 0.
         v: (batch, seqlen_k, num_heads_kv, head_dim_v).
         softmax_scale: default head_dim ** -0.5, with qv (head_dim + head_dim_v) ** -0.5.
         causal: hide keys after the query, aligned bottom-right.
         qv: (batch, seqlen_q, num_heads, head_dim_v); scores are q kᵀ + qv vᵀ.
+        q_descale, k_descale, v_descale: (batch, num_heads_kv), fp32, of fp8: what its values are multiplied with.
         window_size: (left, right) tokens around that diagonal; negative is unbounded.
         softcap: softcap * tanh(score / softcap); 0.0 is off.
         deterministic: the same bits in every backward pass.
         return_attn_probs: also return lse.
     Returns:
-        out (batch, seqlen_q, num_heads, head_dim_v), q.dtype; with return_attn_probs (out, lse), lse
+        out (batch, seqlen_q, num_heads, head_dim_v), q.dtype, bf16 for fp8; with return_attn_probs (out, lse), lse
         (batch, num_heads, seqlen_q), fp32, natural log, -inf in rows without a visible key.
     Raises:
-        As `flashtile.attention`. UnsupportedError: descales, attention_chunk, head_dim + head_dim_v over 256 with qv.
+        As `flashtile.attention`. UnsupportedError: descales beside other dtypes, attention_chunk, head_dim + head_dim_v over
+        256 with qv.
     """
-    _refuse_fp8(q_descale, k_descale, v_descale)
+    if _is_fp8(q, q_descale, k_descale, v_descale):
+        return _attend_fp8(q, k, v, qv, (q_descale, k_descale, v_descale), softmax_scale, causal, window_size, attention_chunk,
+                           softcap, return_attn_probs)  # fmt: skip
     operands = Operands(*_with_qv(q, k, v, qv))
     options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
     return _attend(operands, options, v.shape[-1], return_attn_probs)
@@ -113,7 +117,7 @@ def flash_attn_varlen_func(
     Raises:
         As `flashtile.attention_varlen`. UnsupportedError: as in `flash_attn_func`.
     """
-    _refuse_fp8(q_descale, k_descale, v_descale)
+    fp8 = _is_fp8(q, q_descale, k_descale, v_descale)
     batched_q = None
     if cu_seqlens_q is None or cu_seqlens_k is None:
         check_rows(q, k, v)
@@ -129,6 +133,18 @@ def flash_attn_varlen_func(
     cu_seqlens_k = cu_seqlens_q if same else unstrided(cu_seqlens_k)
     if seqused_q is not None or seqused_k is not None:
         seqused_q, seqused_k = unstrided(seqused_q), unstrided(seqused_k)
+    if fp8:
+        if seqused_q is not None:
+            raise UnsupportedError(explain("seqused_q", "None with fp8", "a tensor", "Other rows then have results too."))
+        # One row of a cache, which each sequence has a part of
+        starts, stops = cu_seqlens_k[:-1], cu_seqlens_k[1:]
+        sequences = dict(
+            cache_leftpad=starts, cache_seqlens=stops if seqused_k is None else starts + seqused_k,
+            cache_batch_idx=torch.zeros_like(starts), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
+        result = _attend_fp8(q, k[None], v[None], qv, (q_descale, k_descale, v_descale), softmax_scale, causal, window_size,
+                             attention_chunk, softcap, return_attn_probs, **sequences)  # fmt: skip
+        return result if batched_q is None else _unflattened(result, batched_q, return_attn_probs)
     operands = Operands(*_with_qv(q, k, v, qv), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
     options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
@@ -421,7 +437,22 @@ def _refuse_chunk(attention_chunk):
                                        "Pack the chunks as sequences of their own: attention_varlen."))  # fmt: skip
 
 
-def _refuse_fp8(*descales):
-    if any(x is not None for x in descales):
-        raise UnsupportedError(explain("descales", "None: fp8 is for flash_attn_with_kvcache", "a tensor",
-                                       "Multiply them out: (q.float() * q_descale).bfloat16()."))  # fmt: skip
+def _is_fp8(q, *descales):
+    dtype = getattr(q, "dtype", None)
+    if dtype != FP8 and any(x is not None for x in descales):
+        raise UnsupportedError(explain("descales", f"None beside q of {dtype}", "a tensor", f"They go with {FP8}."))
+    return dtype == FP8
+
+
+def _attend_fp8(q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, return_lse, **sequences):
+    """Over k and v as over a cache. sequences: of packed ones."""
+    q_descale, k_descale, v_descale = descales
+    try:
+        result = flash_attn_with_kvcache(
+            q, contiguous(k), contiguous(v), qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
+            softcap=softcap, return_softmax_lse=return_lse, **sequences,
+        )  # fmt: skip
+    except FlashtileError as error:
+        raise renamed(error, {"k_cache": "k", "v_cache": "v"}) from None
+    return result[:2] if return_lse else result
