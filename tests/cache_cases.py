@@ -305,7 +305,7 @@ def check_cache(case, dtype, device="cpu", fn=None, seed=0, fp8_weights=False):
         finite = reference[1].isfinite()
         largest = max(1.0, reference[1][finite].abs().max().item()) if finite.any() else 1.0
         off = (lse - reference[1])[finite].abs().max().item() if finite.any() else 0.0
-        if off > 2.0**-10 * largest or not torch.equal(lse.double()[~finite], reference[1][~finite]):
+        if not off <= 2.0**-10 * largest or not torch.equal(lse.double()[~finite], reference[1][~finite]):
             report.append(f"lse: off by {off:.1e}, the largest is {largest:.1f}; or not finite elsewhere")
     else:
         # rotated queries are rounded to the dtype of q, and lse is no better than they are

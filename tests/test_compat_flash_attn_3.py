@@ -8,7 +8,7 @@ from test_compat import LENGTHS, check, definition, packed, spread, tensors
 
 import flashtile
 from flashtile.compat import flash_attn_interface as fa3
-from flashtile.errors import DtypeError, ShapeError, UnsupportedError
+from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 
 DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 TAIL = "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
@@ -354,3 +354,25 @@ def test_what_fp8_can_t_have():
         fa3.flash_attn_func(q, k, v, qv=v)
     with pytest.raises(DtypeError, match="^k: expected the dtype of q"):
         fa3.flash_attn_func(q, k.bfloat16(), v)
+
+
+def test_what_is_wrong_with_packed_fp8():
+    """In the words of the call, though it is one on a cache."""
+    q, k, v = _narrow((8, 2, 32), (12, 2, 32), (12, 2, 32))
+    call = dict(cu_seqlens_q=torch.tensor([0, 5, 8]).int(), cu_seqlens_k=torch.tensor([0, 5, 12]).int(), max_seqlen_q=5,
+                max_seqlen_k=7)  # fmt: skip
+    for changes, error, words in (
+        ({"cu_seqlens_k": torch.tensor([0, 5, 12])}, DtypeError, "cu_seqlens_k: expected dtype torch.int32"),
+        ({"cu_seqlens_k": torch.tensor([0, 12]).int()}, ShapeError, r"cu_seqlens_k: expected shape \(3,\)"),
+        ({"cu_seqlens_k": torch.tensor([0, 13, 12]).int()}, ValueRangeError, "cu_seqlens_k: expected entries that do not dec"),
+        ({"cu_seqlens_k": None}, FlashtileError, "cu_seqlens_k"),
+        ({"max_seqlen_k": 6}, ValueRangeError, "max_seqlen_k: expected at least the longest sequence, 7"),
+        ({"seqused_k": torch.tensor([6, 7]).int()}, ValueRangeError, r"seqused_k\[0\]: expected 0 to 5"),
+    ):
+        with pytest.raises(error, match=words):
+            fa3.flash_attn_varlen_func(q, k, v, **{**call, **changes})
+    with pytest.raises(DtypeError, match="k: expected a torch.Tensor"):
+        fa3.flash_attn_func(q[None], None, v[None])
+    out = fa3.flash_attn_func(q[None].requires_grad_(), k[None], v[None])
+    with pytest.raises(UnsupportedError, match="no gradients with fp8"):
+        out.sum().backward()

@@ -88,6 +88,29 @@ def test_keys_far_below_the_largest_count_over_fp8(above, monkeypatch):
     torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize(("changes", "tier"), [
+    ({}, "hopper"), ({"capacity": 4096}, "portable"), ({"capacity": 4096, "window": (1024, 0)}, "hopper"),
+    ({"head_dim": 72, "head_dim_v": 72}, "portable"), ({"head_dim": 192, "head_dim_v": 192}, "portable"),
+    ({"head_dim": 192}, "hopper"), ({"head_dim": 80, "head_dim_v": 112}, "hopper"), ({"page_size": 16}, "hopper"),
+    ({"page_size": 7}, "portable"),
+    ({"head_dim": 192, "head_dim_v": 64}, "portable"), ({"dtype": torch.bfloat16}, "portable"), ({"num_splits": 2}, "portable"),
+    ({"rotary_dim": 32, "seqlen_new": 4}, "portable"), ({"seqlen_q": 1}, "portable"), ({"unaligned": True}, "portable"),
+    ({"cache_dtype": torch.bfloat16, "dtype": torch.bfloat16}, "hopper"),
+], ids=str)  # fmt: skip
+def test_which_kernel_takes_fp8(changes, tier):
+    shape = dict(batch=8, seqlen_q=512, capacity=2048, num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128)
+    problem = CacheProblem(**{**shape, "dtype": FP8, "cache_dtype": FP8, **changes})
+    assert dispatch.plan(problem, hardware.by_name("H200"), "decode").tier == tier
+
+
+def test_negative_descales_are_refused():
+    """On Hopper all weights would be alike."""
+    q, k, v = (torch.zeros(1, 2, 2, 32).to(FP8) for _ in range(3))
+    descale = torch.tensor([[1.0, -0.5]])
+    with pytest.raises(ValueRangeError, match="^k_descale: expected numbers of 0 or more, got -0.5"):
+        flashtile.attention_with_kvcache(q, k, v, k_descale=descale)
+
+
 @pytest.mark.parametrize(("dim", "in_pairs"), [(40, False), (64, False), (96, True), (128, True), (160, False), (256, True)])
 def test_no_tile_of_64_rows_takes_pairs_in_32_columns(dim, in_pairs):
     """wgmma multiplied wrongly by them: of 64 columns the odd ones were of no meaning."""

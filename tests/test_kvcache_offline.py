@@ -113,7 +113,7 @@ def prefills():
             cache_dtype=dtype, softmax_scale=0.1, window=(None, 0), seqlen_new=512 if page_size == 64 else 0,
             has_descale=dtype == FP8,
         )  # fmt: skip
-        plan = dispatch.plan(problem, device, "decode")
+        plan = dispatch.plan(problem, device, "decode", prefer=("hopper",))
         for report in offline.compile_decode(problem, plan, device, sass=True, ptxas=True):
             print(json.dumps({
                 "name": f"{head_dim} pages of {page_size}" + " fp8" * (dtype == FP8), "tier": plan.tier,

@@ -37,6 +37,7 @@ from flashtile.compat.arguments import (
     lengths_of,
     padded,
     padded_rows,
+    refusing_gradients,
     renamed,
     softcap_of,
     splits_of,
@@ -52,7 +53,7 @@ from flashtile.errors import (
     ValueRangeError,
     explain,
 )
-from flashtile.problem import FP8, INT32_MAX, MAX_HEAD_DIM, Operands, is_autocast, values_readable
+from flashtile.problem import FP8, INT32_MAX, MAX_HEAD_DIM, Operands, check_cu_seqlens_values, is_autocast, values_readable
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -136,6 +137,7 @@ def flash_attn_varlen_func(
     if fp8:
         if seqused_q is not None:
             raise UnsupportedError(explain("seqused_q", "None with fp8", "a tensor", "Other rows then have results too."))
+        _check_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, as_int(max_seqlen_k))
         # One row of a cache, which each sequence has a part of
         starts, stops = cu_seqlens_k[:-1], cu_seqlens_k[1:]
         sequences = dict(
@@ -447,6 +449,7 @@ def _is_fp8(q, *descales):
 def _attend_fp8(q, k, v, qv, descales, softmax_scale, causal, window_size, attention_chunk, softcap, return_lse, **sequences):
     """Over k and v as over a cache. sequences: of packed ones."""
     q_descale, k_descale, v_descale = descales
+    check_rows(q, k, v)
     try:
         result = flash_attn_with_kvcache(
             q, contiguous(k), contiguous(v), qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
@@ -455,4 +458,24 @@ def _attend_fp8(q, k, v, qv, descales, softmax_scale, causal, window_size, atten
         )  # fmt: skip
     except FlashtileError as error:
         raise renamed(error, {"k_cache": "k", "v_cache": "v"}) from None
-    return result[:2] if return_lse else result
+    why = explain("q, k and v", "no gradients with fp8", "a backward pass", "Call it under torch.no_grad().")
+    result = tuple(refusing_gradients(x, why, q, k, v) for x in (result[:2] if return_lse else (result,)))
+    return result if return_lse else result[0]
+
+
+def _check_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k):
+    """What is said of them in other words once they are parts of a cache; queries it checks itself."""
+    check_rows(q, k, v)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_is_tensor(name, x)
+    batch = cu_seqlens_q.shape[0] - 1
+    check_int32("cu_seqlens_k", cu_seqlens_k, q.device, (batch + 1,))
+    if seqused_k is not None:
+        check_is_tensor("seqused_k", seqused_k)
+        check_int32("seqused_k", seqused_k, q.device, (batch,))
+    if values_readable(q):
+        bounds = cu_seqlens_k.tolist()
+        check_cu_seqlens_values("cu_seqlens_k", bounds, k.shape[0], max_seqlen_k)
+        for b, used in enumerate([] if seqused_k is None else seqused_k.tolist()):
+            if not 0 <= used <= bounds[b + 1] - bounds[b]:
+                raise ValueRangeError(explain(f"seqused_k[{b}]", f"0 to {bounds[b + 1] - bounds[b]}, its sequence", used))

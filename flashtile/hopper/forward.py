@@ -32,8 +32,9 @@ Keys and values may lie in the pages of a cache, see kvcache.py: then a box of T
 other pages are copied one by one (GATHERED).
 
 fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
-them; sums, maxima and corrections stay fp32. fp8.py says in which order operands lie. Each tile has a scale, that of its heads'
-descales; so softcaps are not BOUNDED, and nothing is LAZY.
+them. Their sums stay in the tensor core, which adds up 13 bits or so: hence not beyond 2048 keys unless this tier is asked for
+(`hopper.yields`). Row sums, maxima and corrections are fp32. fp8.py says in which order operands lie. Each tile has a scale,
+that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
 
 Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
@@ -97,7 +98,7 @@ _HOLD = gl.constexpr(
     "{ .reg .pred q; .reg .b32 b; mov.b32 b, $2; setp.eq.u32 q, b, 0x7fffdead; vote.sync.any.pred q, q, 0xffffffff; "
     "@q bar.arrive 15, 128; selp.b32 $0, 0, $2, q; selp.b32 $1, 0, $3, q; }"
 )
-_LEAST_SCALE = gl.constexpr(scores.SMALLEST_NORMAL)
+_LEAST_SCALE, _LEAST_UNIT = gl.constexpr(scores.SMALLEST_NORMAL), gl.constexpr(scores.SMALLEST_UNIT)
 # Of the product that adds ALiBi's bias: the fewest that a product of bf16 has
 BIAS_COLUMNS = gl.constexpr(16)
 # batch, head, row_begin, begin, end, and of packed calls start_q, seqlen_q, seqlen_k; start_k comes behind all slots
@@ -975,8 +976,11 @@ def _scales(score_params, descales, part, head, variant: gl.constexpr):
         head = head // variant.GROUP_SIZE
         scale = scores.descaled(score_params.scale, descales, part.batch, head)
         if score_params.prescaled is None:
-            # Of a head of zeros it may be 0, and 0 * -inf is nan
-            scale = gl.maximum(scale, _LEAST_SCALE)
+            # Of a head of zeros it may be 0, and 0 * -inf is nan; slopes are divided by it
+            if score_params.alibi_slopes is None:
+                scale = gl.maximum(scale, _LEAST_SCALE)
+            else:
+                scale = gl.maximum(scale, _LEAST_UNIT)
         return scale, per_head(descales.v, part.batch, head)
     else:
         return score_params.scale, 1.0

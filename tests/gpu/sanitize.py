@@ -114,6 +114,11 @@ def run_kvcache(*names):
     flashtile.attention_with_kvcache(q, *caches, cache_seqlens=lengths)
     torch.cuda.synchronize()
     print("several heads: ran", flush=True)
+    for head_dim in (64, 128, 256):
+        q, *caches = (torch.randn(2, 300, heads, head_dim, device="cuda").to(torch.float8_e4m3fn) for heads in (4, 2, 2))
+        flashtile.attention_with_kvcache(q, *caches, causal=True, k_descale=torch.ones(2, 2, device="cuda"))
+        torch.cuda.synchronize()
+        print(f"fp8 prefill, head dim {head_dim}: ran", flush=True)
 
 
 def main(tier, *names):
