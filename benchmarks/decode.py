@@ -227,6 +227,13 @@ def parsed(doc, *flags):
     return parser.parse_args()
 
 
+def add_row(document, row, out):
+    """Print a row, and write all that there are: a run that is stopped leaves what it has."""
+    document["rows"].append(row)
+    print(json.dumps(row), flush=True)
+    out.write_text(json.dumps(document, indent=1))
+
+
 def main():
     arguments = parsed(__doc__, "--fp8")
     torch.manual_seed(0)
@@ -245,9 +252,7 @@ def main():
                "of_copy": {name: round(kv_bytes / value / 1e6 / copy_tbps, 3) for name, value in us.items()}}  # fmt: skip
         if config["batch"] == 1 and config["length"] == 8192 and config["nheads_kv"] == 8:
             row["host_us"] = {name: host_us(functions[name]) for name in us}
-        document["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(document, indent=1))
+        add_row(document, row, arguments.out)
         del functions
         torch.cuda.empty_cache()
 

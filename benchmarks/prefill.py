@@ -10,12 +10,11 @@ square of out minus what float64 gives from the same fp8 numbers, relative to it
 error_of_mean_1: where values have the mean 1, so that errors of their sums do not cancel.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import torch
-from decode import all_captured, in_pages, load_fa3, medians, parsed
+from decode import add_row, all_captured, in_pages, load_fa3, medians, parsed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -91,9 +90,7 @@ def main():
         config = dict(batch=batch, queries=queries, length=length, nheads=heads, nheads_kv=heads_kv, headdim=dim, causal=causal)
         row = {"config": config, "us": us, "tflops": {name: round(flops / value / 1e6) for name, value in us.items()},
                "error": errors, "error_of_mean_1": of_mean_1}  # fmt: skip
-        document["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(document, indent=1))
+        add_row(document, row, arguments.out)
         del functions
         torch.cuda.empty_cache()
 

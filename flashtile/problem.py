@@ -171,14 +171,14 @@ class AttentionProblem(CallShape):
         num_heads, head_dim = q.shape[-2:]
         num_heads_kv, head_dim_v = v.shape[-2:]
         if varlen:
-            batch = _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k)
+            batch = check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k)
             total_q, total_k = q.shape[0], k.shape[0]
             seqlen_q, seqlen_k = max_seqlen_q, max_seqlen_k
         else:
             batch, seqlen_q = q.shape[:2]
             seqlen_k = k.shape[1]
             total_q = total_k = None
-        _check_seqused(operands, batch)
+        check_seqused(operands, batch)
         check_per_head(operands, batch, num_heads)
         window = checked_window(window, causal, seqlen_q, seqlen_k)
         check_scale(softmax_scale)
@@ -392,7 +392,7 @@ def _check_counts(num_heads, seqlen) -> None:
         raise ShapeError(explain("batch * heads * seqlen", expected, num_tiles, "Split the batch."))
 
 
-def _check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
+def check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
     """cu_seqlens and max_seqlen of a packed call; returns the batch."""
     batch = None
     for name, x, other in (("cu_seqlens_q", operands.cu_seqlens_q, "cu_seqlens_k"),
@@ -431,7 +431,8 @@ def check_cu_seqlens_values(name, values, total, longest) -> None:
         raise ValueRangeError(explain(longest_name, f"at least the longest sequence, {max(lengths)}", longest))
 
 
-def _check_seqused(operands, batch) -> None:
+def check_seqused(operands, batch) -> None:
+    """seqused of a packed call; a batched one has none."""
     for name, x in (("seqused_q", operands.seqused_q), ("seqused_k", operands.seqused_k)):
         if x is None:
             continue

@@ -408,7 +408,7 @@ _L2_BYTES = 20 * 2**20
 _HOPPER_SOURCE = "benchmarks/results/nvidia-h200/paper-forward.json"
 _HOPPER_192 = "benchmarks/results/nvidia-h200/features.json; for 192/128"
 _HOPPER_SINGLE = "single runs on an H200, of 192/128 on an H100, see docs/kernels/hopper-forward.md"
-_HOPPER_FP8 = "single runs on an H200, see docs/kernels/hopper-forward.md"
+_HOPPER_FP8 = "benchmarks/results/nvidia-h200/prefill-fp8.json; see docs/kernels/hopper-forward.md"
 # Two consumers: other units than the tensor cores limit calls with a softcap or dropout, and the border between tiles those of
 # few keys
 _SHORT = HopperConfig(128, 64, 4, _L2_BYTES)

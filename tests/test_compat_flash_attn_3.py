@@ -367,7 +367,8 @@ def test_what_is_wrong_with_packed_fp8():
         ({"cu_seqlens_k": torch.tensor([0, 13, 12]).int()}, ValueRangeError, "cu_seqlens_k: expected entries that do not dec"),
         ({"cu_seqlens_k": None}, FlashtileError, "cu_seqlens_k"),
         ({"max_seqlen_k": 6}, ValueRangeError, "max_seqlen_k: expected at least the longest sequence, 7"),
-        ({"seqused_k": torch.tensor([6, 7]).int()}, ValueRangeError, r"seqused_k\[0\]: expected 0 to 5"),
+        ({"seqused_k": torch.tensor([6, 7]).int()}, ValueRangeError,
+         r"seqused_k\[0\]: expected 0 to the sequence's length 5, got 6"),
     ):
         with pytest.raises(error, match=words):
             fa3.flash_attn_varlen_func(q, k, v, **{**call, **changes})

@@ -53,7 +53,17 @@ from flashtile.errors import (
     ValueRangeError,
     explain,
 )
-from flashtile.problem import FP8, INT32_MAX, MAX_HEAD_DIM, Operands, check_cu_seqlens_values, is_autocast, values_readable
+from flashtile.problem import (
+    FP8,
+    INT32_MAX,
+    MAX_HEAD_DIM,
+    Operands,
+    check_arguments,
+    check_cu_seqlens,
+    check_seqused,
+    is_autocast,
+    values_readable,
+)
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
@@ -134,22 +144,26 @@ def flash_attn_varlen_func(
     cu_seqlens_k = cu_seqlens_q if same else unstrided(cu_seqlens_k)
     if seqused_q is not None or seqused_k is not None:
         seqused_q, seqused_k = unstrided(seqused_q), unstrided(seqused_k)
+    rows = strided_rows(q, k, v) if fp8 else _with_qv(q, k, v, qv)
+    operands = Operands(*rows, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
+    options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
     if fp8:
         if seqused_q is not None:
             raise UnsupportedError(explain("seqused_q", "None with fp8", "a tensor", "Other rows then have results too."))
-        _check_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, as_int(max_seqlen_k))
+        # Said here, where keys are packed and not yet parts of a cache
+        check_arguments(operands, **options, return_lse=bool(return_attn_probs))
+        check_seqused(operands, check_cu_seqlens(operands, options["max_seqlen_q"], options["max_seqlen_k"]))
         # One row of a cache, which each sequence has a part of
         starts, stops = cu_seqlens_k[:-1], cu_seqlens_k[1:]
         sequences = dict(
             cache_leftpad=starts, cache_seqlens=stops if seqused_k is None else starts + seqused_k,
             cache_batch_idx=torch.zeros_like(starts), cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
+        q, k, v = rows
         result = _attend_fp8(q, k[None], v[None], qv, (q_descale, k_descale, v_descale), softmax_scale, causal, window_size,
                              attention_chunk, softcap, return_attn_probs, **sequences)  # fmt: skip
         return result if batched_q is None else _unflattened(result, batched_q, return_attn_probs)
-    operands = Operands(*_with_qv(q, k, v, qv), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic)
-    options |= {"max_seqlen_q": as_int(max_seqlen_q), "max_seqlen_k": as_int(max_seqlen_k)}
     result = _attend(operands, options, v.shape[-1], return_attn_probs)
     return result if batched_q is None else _unflattened(result, batched_q, return_attn_probs)
 
@@ -461,21 +475,3 @@ def _attend_fp8(q, k, v, qv, descales, softmax_scale, causal, window_size, atten
     why = explain("q, k and v", "no gradients with fp8", "a backward pass", "Call it under torch.no_grad().")
     result = tuple(refusing_gradients(x, why, q, k, v) for x in (result[:2] if return_lse else (result,)))
     return result if return_lse else result[0]
-
-
-def _check_packed_keys(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_k):
-    """What is said of them in other words once they are parts of a cache; queries it checks itself."""
-    check_rows(q, k, v)
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_is_tensor(name, x)
-    batch = cu_seqlens_q.shape[0] - 1
-    check_int32("cu_seqlens_k", cu_seqlens_k, q.device, (batch + 1,))
-    if seqused_k is not None:
-        check_is_tensor("seqused_k", seqused_k)
-        check_int32("seqused_k", seqused_k, q.device, (batch,))
-    if values_readable(q):
-        bounds = cu_seqlens_k.tolist()
-        check_cu_seqlens_values("cu_seqlens_k", bounds, k.shape[0], max_seqlen_k)
-        for b, used in enumerate([] if seqused_k is None else seqused_k.tolist()):
-            if not 0 <= used <= bounds[b + 1] - bounds[b]:
-                raise ValueRangeError(explain(f"seqused_k[{b}]", f"0 to {bounds[b + 1] - bounds[b]}, its sequence", used))

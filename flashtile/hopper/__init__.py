@@ -143,8 +143,7 @@ def _leaves_empty(config, queries) -> str | None:
 def _yields_decode(problem, device) -> str | None:
     packed = problem.as_packed()
     config = tiles.hopper_config(packed, device)
-    keys = tiles.most_keys(packed, config)
-    if problem.dtype == FP8 and keys > _MOST_KEYS_OF_FP8:
+    if problem.dtype == FP8 and (keys := tiles.most_keys(packed, config)) > _MOST_KEYS_OF_FP8:
         return f"tensor cores add up fp8 in 13 bits, which {keys} keys may show; the portable kernel multiplies in fp16"
     # The longest of packed sequences may be one of many: as if all had their mean
     queries = min(problem.seqlen_q, packed.mean_queries)

@@ -1,7 +1,7 @@
 """Operands of fp8 products: wgmma takes 8-bit operands in one order alone, what it contracts side by side.
 
-Keys and queries lie so, values do not: their keys are to be side by side, so that they are turned on the way, in words of four
-numbers, by a partition of its own. Weights, which a thread has two by two, it is to have four by four: the keys of each 16 are
+Keys and queries lie so, values do not: their keys are to be side by side, so that they are turned on the way, to words of four
+keys, by a partition of its own. Weights, which a thread has two by two, it is to have four by four: the keys of each 16 are
 taken in another order, 0 1 8 9, 2 3 10 11 and so on, in which a thread's two pairs are side by side, and so are values.
 
 Source: Shah et al. 2024, FlashAttention-3, section 3.3.
@@ -15,7 +15,6 @@ TOP = gl.constexpr(8)
 _TURN = gl.constexpr(
     "{ .reg .b32 a, b; mov.b32 a, {$2, $3}; mov.b32 b, {$4, $5}; prmt.b32 $0, a, b, 0x6420; prmt.b32 $1, a, b, 0x7531; }"
 )
-
 # Four numbers to a word; those beyond its range become its largest
 _NARROW = gl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
@@ -32,29 +31,34 @@ def _pairs_layout(keys, pairs, warps):
     return gl.DistributedLinearLayout(regs, [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[:of_warps], [], [keys, pairs])
 
 
-@gluon.constexpr_function
-def _in_words(layout):
-    return gl.NVMMASharedLayout(layout.swizzle_byte_width, 32, 2)
+@gluon.jit
+def _as_numbers(tile, DTYPE: gl.constexpr):
+    """tile of fp8 as one of wider numbers, which have several columns."""
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, BITS, 2)
+    return reinterpret(tile, DTYPE, [tile.shape[0], tile.shape[1] * 8 // BITS], layout)
 
 
-@gluon.constexpr_function
-def _turned_layout(keys, dim):
-    return gl.NVMMASharedLayout.get_default_for([dim, keys], gl.float8e4nv)
+@gluon.jit
+def _fours(x):
+    """The four tensors of (..., 2, 2) numbers; the last dim comes first."""
+    even, odd = x.split()
+    first, third = even.split()
+    second, fourth = odd.split()
+    return first, second, third, fourth
 
 
 @gluon.jit
 def allocate_turned(COUNT: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr):
     """Shared memory for tiles of values (DIM, KEYS), keys side by side."""
-    return gl.allocate_shared_memory(gl.float8e4nv, [COUNT, DIM, KEYS], _turned_layout(KEYS, DIM))
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DIM, KEYS], gl.float8e4nv)
+    return gl.allocate_shared_memory(gl.float8e4nv, [COUNT, DIM, KEYS], layout)
 
 
 @gluon.jit
 def load(tile, WARPS: gl.constexpr):
     """Values (KEYS, DIM) in pairs of columns."""
-    KEYS: gl.constexpr = tile.shape[0]
-    PAIRS: gl.constexpr = tile.shape[1] // 2
-    pairs = reinterpret(tile, gl.int16, [KEYS, PAIRS], gl.NVMMASharedLayout(tile.layout.swizzle_byte_width, 16, 2))
-    return pairs.load(_pairs_layout(KEYS, PAIRS, WARPS))
+    return _as_numbers(tile, gl.int16).load(_pairs_layout(tile.shape[0], tile.shape[1] // 2, WARPS))
 
 
 @gluon.jit
@@ -63,28 +67,18 @@ def store_turned(pairs, tile):
     KEYS: gl.constexpr = pairs.shape[0]
     PAIRS: gl.constexpr = pairs.shape[1]
     # Of a key's bits 0 and 3 the word's place, of the others the word
-    even, odd = pairs.reshape([KEYS // 16, 2, 4, 2, PAIRS]).permute((0, 2, 4, 1, 3)).split()
-    first, third = even.split()
-    second, fourth = odd.split()
-    left, right = gl.inline_asm_elementwise(_TURN, "=r,=r,h,h,h,h", [first, second, third, fourth], dtype=(gl.int32, gl.int32),
-                                            is_pure=True, pack=1)  # fmt: skip
+    a, b, c, d = _fours(pairs.reshape([KEYS // 16, 2, 4, 2, PAIRS]).permute((0, 2, 4, 1, 3)))
+    left, right = gl.inline_asm_elementwise(_TURN, "=r,=r,h,h,h,h", [a, b, c, d], dtype=(gl.int32, gl.int32), is_pure=True,
+                                            pack=1)  # fmt: skip
     turned = gl.join(left, right).permute((2, 3, 0, 1)).reshape([2 * PAIRS, KEYS // 4])
-    reinterpret(tile, gl.int32, [2 * PAIRS, KEYS // 4], _in_words(tile.layout)).store(turned)
-
-
-@gluon.jit
-def _fours(x):
-    """Of each 16 columns those that `_TURN` puts together: four tensors (ROWS, columns / 16, 4)."""
-    even, odd = x.reshape([x.shape[0], x.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()
-    first, third = even.split()
-    second, fourth = odd.split()
-    return first, second, third, fourth
+    _as_numbers(tile, gl.int32).store(turned)
 
 
 @gluon.jit
 def weights(p):
     """Weights in words of four: what a loop carries as bytes it would take apart and put together in every step."""
-    a, b, c, d = _fours(p)
+    # Of each 16 columns those that `_TURN` puts together
+    a, b, c, d = _fours(p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)))
     return gl.inline_asm_elementwise(_NARROW, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
 
 
