@@ -1,8 +1,6 @@
 """Prefill over caches of fp8 (e4m3), queries too, against flashtile's over bf16 and FlashAttention-3, where that is installed.
 
-    FLASHTILE_TIER=hopper python benchmarks/prefill.py OUT.json [--commit HASH] [--rounds 7]
-
-By itself a call that may have more than 2048 keys takes the portable kernel (`hopper.yields`).
+    python benchmarks/prefill.py OUT.json [--commit HASH] [--rounds 7]
 
 Random data, all keys of a cache in use, causal unless a row says another. Timed as decode.py does: every call from a CUDA
 graph, a cold L2, all implementations of a row in turns, medians. TFLOP/s counts the products of visible pairs. error: root mean
@@ -80,9 +78,8 @@ def _last_queries(q, k, v, causal):
 def main():
     arguments = parsed(__doc__)
     torch.manual_seed(0)
-    command = "FLASHTILE_TIER=hopper python benchmarks/prefill.py"
-    document = {"env": record.environment(torch.device("cuda", 0), arguments.commit), "command": command,
-                "rounds": arguments.rounds, "rows": []}  # fmt: skip
+    document = {"env": record.environment(torch.device("cuda", 0), arguments.commit),
+                "command": "python benchmarks/prefill.py", "rounds": arguments.rounds, "rows": []}  # fmt: skip
     for batch, queries, length, heads, heads_kv, dim, causal in ROWS:
         functions, errors, of_mean_1 = implementations(batch, queries, length, heads, heads_kv, dim, causal)
         us = medians(all_captured(functions), arguments.rounds)

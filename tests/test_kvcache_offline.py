@@ -105,11 +105,11 @@ def prefills():
 
     device = hardware.by_name("H200")
     shapes = [(dim, page_size, torch.bfloat16) for dim, page_size in ((128, 16), (128, 1), (64, 16), (192, 64), (256, 1))]
-    shapes += [(dim, page_size, FP8) for dim, page_size in ((64, 64), (128, None), (256, 16), (192, None), (80, None))]
+    shapes += [(dim, page_size, FP8) for dim, page_size in ((64, 64), (128, None), (256, 16), (192, None), (160, None), (80, None))]
     for head_dim, page_size, dtype in compiled.of_this_run(shapes, row=lambda shape: (*shape[1:], shape[0] == 64)):
         problem = CacheProblem(
             batch=8, seqlen_q=512, capacity=4096, num_heads=32, num_heads_kv=8, head_dim=head_dim,
-            head_dim_v=min(head_dim, 128) if head_dim == 192 else head_dim, page_size=page_size, dtype=dtype,
+            head_dim_v={192: 128, 160: 192}.get(head_dim, head_dim), page_size=page_size, dtype=dtype,
             cache_dtype=dtype, softmax_scale=0.1, window=(None, 0), seqlen_new=512 if page_size == 64 else 0,
             has_descale=dtype == FP8,
         )  # fmt: skip

@@ -26,6 +26,34 @@ def _rescaling_constraints(count):
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
+def _hiding(count, both):
+    """PTX that puts -inf in those of `count` registers of scores whose columns lie from a row's end on, or before its first.
+
+    Scores are in $0 and on, and tied to the outputs; ends follow, one for each register, of two rows in turn, and with both
+    firsts. Of each 8 columns a thread has two: which, its lane says, and all else is constants.
+    """
+    lines = [".reg .pred q; .reg .s32 lane, end<2>, first<2>;"]
+    lines.append("mov.u32 lane, %laneid; and.b32 lane, lane, 3; shl.b32 lane, lane, 1;")
+    for row in range(2):
+        lines.append(f"sub.s32 end{row}, ${2 * count + 2 * row}, lane;")
+        if both:
+            lines.append(f"sub.s32 first{row}, ${3 * count + 2 * row}, lane;")
+    for i in range(count):
+        row, column = i >> 1 & 1, 8 * (i >> 2) + (i & 1)
+        lines.append(f"setp.gt.s32 q, end{row}, {column};")
+        if both:
+            lines.append(f"setp.le.and.s32 q, first{row}, {column}, q;")
+        lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, q;")
+    return f"{{ {' '.join(lines)} }}"
+
+
+def _hiding_constraints(count, both):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count * (1 + both))
+
+
+# By columns of scores, and whether rows have firsts too
+_HIDE = gl.constexpr({(n, both): _hiding(n // 2, both) for n in (64, 128) for both in (False, True)})
+_HIDE_CONSTRAINTS = gl.constexpr({(n, both): _hiding_constraints(n // 2, both) for n in (64, 128) for both in (False, True)})
 # By columns of acc, of which a thread has half as many registers
 _RESCALE = gl.constexpr({n: _rescaling(n // 2) for n in (16, 32, 64, 128, 256)})
 _RESCALE_CONSTRAINTS = gl.constexpr({n: _rescaling_constraints(n // 2) for n in (16, 32, 64, 128, 256)})
@@ -102,10 +130,10 @@ def per_row(factors, x):
 @gluon.jit
 def scale(acc, factors):
     """factors: a number, or one a row."""
-    if len(acc) == 1:
-        return (_scaled(acc[0], factors),)
-    else:
-        return _scaled(acc[0], factors), _scaled(acc[1], factors)
+    scaled = ()
+    for i in gl.static_range(len(acc)):
+        scaled = scaled + (_scaled(acc[i], factors),)
+    return scaled
 
 
 @gluon.jit
@@ -134,6 +162,25 @@ def scaled_rarely(x, factors):
 
 
 @gluon.jit
+def hide(x, first, end):
+    """x of 64 or 128 columns, in the layout of `layout_of`, with -inf in columns before first, if that is not None, and from
+    end on: one a row.
+
+    A comparison has its column in the instruction. As tensors of columns the compiler computes them before a loop, and keeps
+    them in registers.
+    """
+    COLUMNS: gl.constexpr = x.shape[1]
+    gl.static_assert(x.type.layout.instr_shape[1] == COLUMNS)
+    if first is None:
+        return gl.inline_asm_elementwise(_HIDE[COLUMNS, False], _HIDE_CONSTRAINTS[COLUMNS, False], [x, per_row(end, x)],
+                                         dtype=gl.float32, is_pure=True, pack=COLUMNS // 2)  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(_HIDE[COLUMNS, True], _HIDE_CONSTRAINTS[COLUMNS, True],
+                                         [x, per_row(end, x), per_row(first, x)], dtype=gl.float32, is_pure=True,
+                                         pack=COLUMNS // 2)  # fmt: skip
+
+
+@gluon.jit
 def halves(x):
     """Left and right columns of x; every element stays in its register."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
@@ -151,6 +198,5 @@ def store(acc, tile):
     if len(acc) == 1:
         tile.store(acc[0].to(tile.dtype))
     else:
-        LEFT: gl.constexpr = acc[0].shape[1]
-        tile.slice(0, LEFT, dim=1).store(acc[0].to(tile.dtype))
-        tile.slice(LEFT, acc[1].shape[1], dim=1).store(acc[1].to(tile.dtype))
+        for i in gl.static_range(len(acc)):
+            tile.slice(i * acc[0].shape[1], acc[i].shape[1], dim=1).store(acc[i].to(tile.dtype))

@@ -98,22 +98,34 @@ def in_window(rows, cols, lengths, window):
 
 
 @triton.jit
+def first_key(rows, lengths, window, first_col):
+    """The first key that rows see, counted from first_col, of a window with a left side."""
+    return rows + (lengths.seqlen_k - lengths.seqlen_q - first_col - window.left)
+
+
+@triton.jit
+def end_of_keys(rows, lengths, window, first_col):
+    """Where the keys end that rows see, counted from first_col: one a row, or one of all."""
+    shift = lengths.seqlen_k - lengths.seqlen_q - first_col
+    if window.right is None:
+        return lengths.seqlen_k - first_col
+    else:
+        return tl.minimum(rows + (shift + window.right + 1), lengths.seqlen_k - first_col)
+
+
+@triton.jit
 def visible_keys(rows, cols, lengths, window, first_col=0):
     """Like `visible`, for rows past the length too, and with at most two comparisons an element; cols count from first_col.
 
     Of a tile, cols counted from its first key are constants of the program, which saves an addition an element.
     """
-    shift = lengths.seqlen_k - lengths.seqlen_q - first_col
-    if window.right is None:
-        mask = cols < lengths.seqlen_k - first_col
-    else:
-        mask = cols < tl.minimum(rows + (shift + window.right + 1), lengths.seqlen_k - first_col)
+    mask = cols < end_of_keys(rows, lengths, window, first_col)
     if window.left is not None:
-        mask = mask & (cols >= rows + (shift - window.left))
+        mask = mask & (cols >= first_key(rows, lengths, window, first_col))
     return mask
 
 
 @triton.jit
 def right_of_left_edge(rows, cols, lengths, window, first_col):
     """`visible_keys` of keys that lie left of the right edge and of the end."""
-    return cols >= rows + (lengths.seqlen_k - lengths.seqlen_q - first_col - window.left)
+    return cols >= first_key(rows, lengths, window, first_col)

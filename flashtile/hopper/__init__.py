@@ -9,12 +9,6 @@ from flashtile.problem import FP8
 DIRECTIONS = ("forward", "backward", "decode")
 
 _DTYPES = torch.float16, torch.bfloat16
-# A sum of so many weights, not cancelled by values of both signs, is off by about 2%, as each weight is, and grows with their
-# number: by a model of 13 bits, cut every 32 keys, 10% at 8192. Where a tier is asked for by name there is no such limit
-_MOST_KEYS_OF_FP8 = 2048
-# Padded head dims of q and v
-_FP8_BLOCKS = (64, 64), (64, 128), (128, 128), (256, 128), (256, 256)
-
 # What a packed descriptor takes for the number of rows of a sequence, and the most that it counts of all
 PACKED_ROWS, MAX_PACKED_ROWS = 2**30, 2**31 - 65536
 
@@ -69,19 +63,10 @@ def _uncounted(problem, direction) -> str | None:
     return f"TMA counts at most {MAX_PACKED_ROWS} packed rows, {PACKED_ROWS} of a sequence"
 
 
-def _refuses_fp8(head_dim, head_dim_v) -> str | None:
-    if head_dim % 16 or head_dim_v % 16:
-        return "TMA needs head dims of fp8 that are multiples of 16"
-    blocks = tiles.padded_dim(head_dim, 2), tiles.padded_dim(head_dim_v, 2)
-    if blocks not in _FP8_BLOCKS or 128 < head_dim_v <= 192:
-        return f"fp8 with head dims {head_dim} and {head_dim_v} has not run on a GPU"
-    return None
-
-
 def _refuses_decode(problem, device) -> str | None:
     fp8 = problem.dtype == FP8
-    if fp8 and (reason := _refuses_fp8(problem.head_dim, problem.head_dim_v)):
-        return reason
+    if fp8 and (problem.head_dim % 16 or problem.head_dim_v % 16):
+        return "TMA needs head dims of fp8 that are multiples of 16"
     if problem.dtype not in _DTYPES and not fp8:
         return f"takes float16, bfloat16 and float8_e4m3fn, not {problem.dtype}"
     if problem.cache_dtype != problem.dtype:
@@ -143,8 +128,6 @@ def _leaves_empty(config, queries) -> str | None:
 def _yields_decode(problem, device) -> str | None:
     packed = problem.as_packed()
     config = tiles.hopper_config(packed, device)
-    if problem.dtype == FP8 and (keys := tiles.most_keys(packed, config)) > _MOST_KEYS_OF_FP8:
-        return f"tensor cores add up fp8 in 13 bits, which {keys} keys may show; the portable kernel multiplies in fp16"
     # The longest of packed sequences may be one of many: as if all had their mean
     queries = min(problem.seqlen_q, packed.mean_queries)
     if reason := _leaves_empty(config, queries):

@@ -23,7 +23,7 @@ ROWS = 64
 REGISTERS = {2: (240, 24), 3: (160, 24), 4: (112, 24)}
 REGISTERS_GATHERED = {2: (224, 56), 3: (160, 32), 4: (112, 32)}
 # Of consumers, the partition that turns fp8 values, and the producers; and warps of that partition
-REGISTERS_FP8 = {2: (208, 72, 24), 3: (144, 72, 72)}
+REGISTERS_FP8 = {2: (224, 40, 24), 3: (160, 32, 32)}
 TURN_WARPS = {2: 4, 3: 2}
 # Of a key, in the product that adds ALiBi's bias
 BIAS_BYTES = 32

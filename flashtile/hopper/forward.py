@@ -32,9 +32,9 @@ Keys and values may lie in the pages of a cache, see kvcache.py: then a box of T
 other pages are copied one by one (GATHERED).
 
 fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
-them. Their sums stay in the tensor core, which adds up 13 bits or so: hence not beyond 2048 keys unless this tier is asked for
-(`hopper.yields`). Row sums, maxima and corrections are fp32. fp8.py says in which order operands lie. Each tile has a scale,
-that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
+them. acc is no part of them: acc(i) = acc(i-1) * correction(i-1) + p(i-1) v(i-1) in fp32, where fp8.py says why, and in which
+order operands lie. Over 128 columns are such products of 64 each: the first beside the scores, one under softmax, the others
+behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
 
 Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
@@ -570,10 +570,9 @@ def _turn_values(ring, lengths, variant: gl.constexpr):
         for i in range(step, step + steps):
             raw, phase = _slot(i, variant.RAW_STAGES)
             mbarrier.wait(ring.raw_ready.index(raw), phase)
-            pairs = fp8.load(ring.raw_smem.index(raw).reshape([TILE_N, variant.BLOCK_DV]), TURN_WARPS)
             slot, phase = _slot(i, variant.V_STAGES)
             mbarrier.wait(ring.v_free.index(slot), phase ^ 1)
-            fp8.store_turned(pairs, ring.v_smem.index(slot))
+            fp8.turn(ring.raw_smem.index(raw).reshape([TILE_N, variant.BLOCK_DV]), ring.v_smem.index(slot), TURN_WARPS)
             fence_async_shared()
             # Not before: loads may be under way, and TMA does not wait for them
             mbarrier.arrive(ring.raw_free.index(raw), count=1)
@@ -688,15 +687,15 @@ def _start_scores(ring, q_slot, q_left, bias, step, variant: gl.constexpr, KEYS:
 
 @gluon.jit
 def _start_values(ring, p, acc, step, variant: gl.constexpr, CONSUMER: gl.constexpr, pred=True):
-    """Wait for the values of a step, start acc + p v, and pass the turn."""
+    """Wait for the values of a step, start acc + p v, of fp8 the first p v alone, and pass the turn."""
     slot, phase = _slot(step, variant.V_STAGES)
     _wait_keys(ring.v_ready.index(slot), phase, variant.GATHERED)
     if variant.FP8:
-        acc = columns.accumulate(fp8.operand(p, acc[0]), ring.v_smem.index(slot).permute((1, 0)), acc)
+        product = (fp8.start(p, ring.v_smem.index(slot), acc, 0),)
     else:
-        acc = columns.accumulate(p, ring.v_smem.index(slot).reshape([variant.TILE_N, variant.BLOCK_DV]), acc)
+        product = columns.accumulate(p, ring.v_smem.index(slot).reshape([variant.TILE_N, variant.BLOCK_DV]), acc)
     _pass_turn(CONSUMER, variant.NUM_CONSUMERS, pred)
-    return acc
+    return product
 
 
 @gluon.jit
@@ -784,7 +783,12 @@ def _hide_some(logits, part, n_tile, lengths, window, variant: gl.constexpr, MAS
     elif MASKED:
         # In one loop: p from another one would be taken apart and put together again in every step
         if (n_tile < part.full_begin) | (n_tile >= part.full_end):
-            logits = _hide(logits, part, n_tile, lengths, window, HEADS, TILE_N)
+            rows = _rows_and_heads(part, HEADS, gl.SliceLayout(1, logits.type.layout))[0]
+            first = None
+            if window.left is not None:
+                first = masks.first_key(rows, lengths, window, n_tile * TILE_N)
+            end = masks.end_of_keys(rows, lengths, window, n_tile * TILE_N) + gl.zeros_like(rows)
+            logits = columns.hide(logits, first, end)
     return logits
 
 
@@ -861,12 +865,13 @@ def _first(raw, bias, part, lengths, window, slope, score_params, cap, variant: 
 
 @gluon.jit
 def _absorb_tile(
-    ring, q_slot, q_left, bias, state, acc, p, step, part, n_tile, lengths, window, slope, score_params, cap, stream, dropout,
-    num_heads, variant: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
+    ring, q_slot, q_left, bias, state, acc, correction, p, step, part, n_tile, lengths, window, slope, score_params, cap,
+    stream, dropout, num_heads, variant: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr, KEYS: gl.constexpr,
     CUT: gl.constexpr = False, HALF_SEEN: gl.constexpr = False,
 ):  # fmt: skip
     """Scores and softmax of one step, and the product of the step before. MASKED: its tile may have hidden keys.
 
+    correction: what acc of fp8 is to be multiplied with before that product is added to it.
     CUT: a window's left edge cuts its tile, of which the last KEYS may be seen, and with HALF_SEEN the right half is.
     """
     TILE_N: gl.constexpr = variant.TILE_N
@@ -878,7 +883,14 @@ def _absorb_tile(
     raw = _start_scores(ring, q_slot, q_left, bias, step, variant, KEYS, CUT)
     product = _start_values(ring, p, acc, step - 1, variant, CONSUMER)
     kept = _keep_bits(part, n_tile, stream, dropout, num_heads, TILE_N)
-    raw = warpgroup_mma_wait(len(acc), deps=[raw])
+    words = p
+    PIECES: gl.constexpr = variant.FP8 and len(acc) > 1
+    if PIECES:
+        # Both: of one under way there would not be registers for the mask
+        raw, first = warpgroup_mma_wait(0, deps=[raw, product[0]])
+        acc = fp8.add(acc, correction, first, 0)
+    else:
+        raw = warpgroup_mma_wait(len(product), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
     if variant.BOUNDED:
         if CUT or MASKED:
@@ -890,24 +902,33 @@ def _absorb_tile(
         state = softmax.update_bounded(state, row_sum)
         acc = columns.wait(product)
         mbarrier.arrive(ring.v_free.index((step - 1) % variant.V_STAGES), count=1)
-        return state, acc, _as_operand(p, kept, dropout, ring, acc)
+        return state, acc, correction, _as_operand(p, kept, dropout, ring, acc)
     else:
         logits = _logits(raw, bias, part, n_tile, lengths, slope, score_params, cap, TILE_N, LAZY)
         row_bias = None
         if bias is not None:
             row_bias = _row_bias(part, n_tile, lengths, slope, TILE_N)
         logits = _hide_some(logits, part, n_tile, lengths, window, variant, MASKED, CUT, HALF_SEEN)
+        turned = ring.v_smem.index((step - 1) % variant.V_STAGES)
+        if PIECES:
+            product = (fp8.start(words, turned, acc, 1),)
         HOLD: gl.constexpr = variant.NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
         if KEYS < TILE_N:
             state = softmax.relaid(state, logits)
-        state, p, correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD,
-                                       variant.FP8)  # fmt: skip
+        state, p, next_correction = _update(state, logits, scores.scale_log2(score_params), row_bias, LAZY, MASKED or CUT, HOLD,
+                                            variant.FP8)  # fmt: skip
         if KEYS < TILE_N:
             state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
-        acc = columns.wait(product)
+        product = columns.wait(product)
+        if variant.FP8:
+            acc = fp8.add(acc, correction, product[0], 1 if PIECES else 0)
+            acc = fp8.add_rest(acc, correction, words, turned, 2)
         mbarrier.arrive(ring.v_free.index((step - 1) % variant.V_STAGES), count=1)
-        acc = columns.scale_rarely(acc, correction) if LAZY else columns.scale(acc, correction)
-        return state, acc, _as_operand(p, kept, dropout, ring, acc)
+        if variant.FP8:
+            correction = gl.convert_layout(next_correction, correction.type.layout)
+        else:
+            acc = columns.scale_rarely(product, next_correction) if LAZY else columns.scale(product, next_correction)
+        return state, acc, correction, _as_operand(p, kept, dropout, ring, acc)
 
 
 @gluon.jit
@@ -1005,7 +1026,10 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     HALF_SEEN: gl.constexpr = HALF_FIRST and PLACE == 1
     LAST_KEYS: gl.constexpr = TILE_N // 2 if HALF_LAST == PLACE else TILE_N
     LAST_HALF_SEEN: gl.constexpr = HALF_LAST >= 0 and HALF_LAST != PLACE
-    no_values = columns.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV, 128 if variant.FP8 else 256, K=variant.K)
+    if variant.FP8:
+        no_values = fp8.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV)
+    else:
+        no_values = columns.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV)
     if cap is not None:
         cap = scores.cap_of_lane(cap)
     stream = dropouts.load_stream(dropout, num_heads)
@@ -1049,22 +1073,24 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     while whole.end > 0:
         _skip_values(ring, step - skipped, skipped, variant.V_STAGES)
         acc = no_values
+        correction = gl.full([ROWS], 0.0, gl.float32, state.row_max.type.layout) if variant.FP8 else 0
         params = ScoreParams(scale, *score_params[1:])
         # step of key tile n is last_step - n
         last_step = step + part.end - 1
         # 1 where a window's left edge cuts the last tile: outside of the loop, which has no mask then
         cut = part.full_begin - part.begin if CUT_LAST else 0
         for step in range(last_step - part.end + 2, last_step - part.begin + 1 - cut):
-            state, acc, p = _absorb_tile(
-                ring, q_slot, q_left, bias, state, acc, p, step, part, last_step - step, lengths, window, slope, params,
-                cap, stream, dropout, num_heads, variant, CONSUMER, variant.MASK_OTHERS, TILE_N,
+            state, acc, correction, p = _absorb_tile(
+                ring, q_slot, q_left, bias, state, acc, correction, p, step, part, last_step - step, lengths, window, slope,
+                params, cap, stream, dropout, num_heads, variant, CONSUMER, variant.MASK_OTHERS, TILE_N,
             )  # fmt: skip
         last_step = last_step - part.begin
         if CUT_LAST:
             if cut > 0:
-                state, acc, p = _absorb_tile(
-                    ring, q_slot, q_left, bias, state, acc, p, last_step, part, part.begin, lengths, window, slope,
-                    params, cap, stream, dropout, num_heads, variant, CONSUMER, False, LAST_KEYS, True, LAST_HALF_SEEN,
+                state, acc, correction, p = _absorb_tile(
+                    ring, q_slot, q_left, bias, state, acc, correction, p, last_step, part, part.begin, lengths, window,
+                    slope, params, cap, stream, dropout, num_heads, variant, CONSUMER, False, LAST_KEYS, True,
+                    LAST_HALF_SEEN,
                 )  # fmt: skip
 
         # The border: the first scores of the next tile with the last product of this one
@@ -1097,7 +1123,8 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         raw = _start_scores(ring, next_q_slot, q_left, bias, step, variant, KEYS)
         product = _start_values(ring, p, acc, last_step, variant, CONSUMER, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
-        raw = warpgroup_mma_wait(len(acc), deps=[raw])
+        words = p
+        raw = warpgroup_mma_wait(len(product), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
         if OWN_OUT:
             mbarrier.arrive(ring.q_free.index(q_slot), count=1)
@@ -1108,10 +1135,14 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
             p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
-        acc = columns.wait(product)
+        product = columns.wait(product)
         if variant.FP8:
+            acc = fp8.add(acc, correction, product[0], 0)
+            acc = fp8.add_rest(acc, correction, words, ring.v_smem.index(last_step % variant.V_STAGES), 1)
             # Not before: words are a product's registers, and ptxas lets no other product run beside what writes them (C7513)
             p = _as_operand(p, kept, dropout, ring, acc)
+        else:
+            acc = product
         mbarrier.arrive(ring.v_free.index(last_step % variant.V_STAGES), count=1)
         if not variant.LAZY or variant.BOUNDED:
             state = softmax.join(state)

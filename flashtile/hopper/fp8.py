@@ -4,13 +4,21 @@ Keys and queries lie so, values do not: their keys are to be side by side, so th
 keys, by a partition of its own. Weights, which a thread has two by two, it is to have four by four: the keys of each 16 are
 taken in another order, 0 1 8 9, 2 3 10 11 and so on, in which a thread's two pairs are side by side, and so are values.
 
-Source: Shah et al. 2024, FlashAttention-3, section 3.3.
+Sums of an fp8 product stay in the tensor core, which adds up 13 bits or so. So each step's p v is a product of its own, which
+is added to acc in fp32: by multiply-adds, where acc of a product takes multiplications.
+
+Source: Shah et al. 2024, FlashAttention-3, section 3.3; sums: DeepSeek-AI 2024, DeepSeek-V3, section 3.3.2, of linear layers.
 """
 
-from flashtile.device.compat import gl, gluon, reinterpret
+from flashtile.device import columns
+from flashtile.device.compat import gl, gluon, reinterpret, warpgroup_mma, warpgroup_mma_wait
 
 # Weights are 2**TOP at most: e4m3 reaches 448, and has fewer bits below 2**-6
 TOP = gl.constexpr(8)
+# Columns of acc in one product, where there are more than 128: a thread has not the registers for a product of them all
+_PIECE = gl.constexpr(64)
+# Registers of a thread in which values are turned
+_TURNED = gl.constexpr(16)
 # The first bytes of four pairs to a word, and their second ones
 _TURN = gl.constexpr(
     "{ .reg .b32 a, b; mov.b32 a, {$2, $3}; mov.b32 b, {$4, $5}; prmt.b32 $0, a, b, 0x6420; prmt.b32 $1, a, b, 0x7531; }"
@@ -56,22 +64,27 @@ def allocate_turned(COUNT: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def load(tile, WARPS: gl.constexpr):
-    """Values (KEYS, DIM) in pairs of columns."""
-    return _as_numbers(tile, gl.int16).load(_pairs_layout(tile.shape[0], tile.shape[1] // 2, WARPS))
+def turn(tile, turned, WARPS: gl.constexpr):
+    """Values (KEYS, DIM) to a tile (DIM, KEYS)."""
+    KEYS: gl.constexpr = tile.shape[0]
+    DIM: gl.constexpr = tile.shape[1]
+    PAIRS: gl.constexpr = min(DIM, _TURNED * 4 * 32 * WARPS // KEYS) // 2
+    layout: gl.constexpr = _pairs_layout(KEYS, PAIRS, WARPS)
+    for i in gl.static_range(DIM // 2 // PAIRS):
+        pairs = _as_numbers(tile, gl.int16).slice(i * PAIRS, PAIRS, dim=1).load(layout)
+        _as_numbers(turned, gl.int32).slice(2 * i * PAIRS, 2 * PAIRS, dim=0).store(_turned(pairs))
 
 
 @gluon.jit
-def store_turned(pairs, tile):
-    """pairs of `load` to a tile (DIM, KEYS)."""
+def _turned(pairs):
+    """Words of four keys (DIM, KEYS / 4) of (KEYS, pairs of columns)."""
     KEYS: gl.constexpr = pairs.shape[0]
     PAIRS: gl.constexpr = pairs.shape[1]
     # Of a key's bits 0 and 3 the word's place, of the others the word
     a, b, c, d = _fours(pairs.reshape([KEYS // 16, 2, 4, 2, PAIRS]).permute((0, 2, 4, 1, 3)))
     left, right = gl.inline_asm_elementwise(_TURN, "=r,=r,h,h,h,h", [a, b, c, d], dtype=(gl.int32, gl.int32), is_pure=True,
                                             pack=1)  # fmt: skip
-    turned = gl.join(left, right).permute((2, 3, 0, 1)).reshape([2 * PAIRS, KEYS // 4])
-    _as_numbers(tile, gl.int32).store(turned)
+    return gl.join(left, right).permute((2, 3, 0, 1)).reshape([2 * PAIRS, KEYS // 4])
 
 
 @gluon.jit
@@ -83,8 +96,8 @@ def weights(p):
 
 
 @gluon.jit
-def operand(words, acc):
-    """`weights` as left operand of a product that acc takes: keys in the order of `store_turned`, none of which moves."""
+def _operand(words, acc):
+    """`weights` as left operand of a product that acc takes: keys in the order of `turn`, none of which moves."""
     ROWS: gl.constexpr = words.shape[0]
     # In halves, which the compiler knows how to take for the whole
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
@@ -92,3 +105,46 @@ def operand(words, acc):
     high = gl.join(high.to(gl.int8), (high >> 8).to(gl.int8))
     p = gl.join(low, high).permute((0, 1, 2, 4, 3)).reshape([ROWS, 16 * words.shape[1]])
     return gl.convert_layout(p.to(gl.float8e4nv, bitcast=True), gl.DotOperandLayout(0, acc.type.layout, 4))
+
+
+@gluon.jit
+def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr):
+    """Zeros of ROWS rows and the columns that count, in tensors of as many columns as a product has."""
+    COLUMNS: gl.constexpr = BLOCK if BLOCK <= 128 else _PIECE
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, columns.layout_of(COLUMNS, K=32))
+    acc = ()
+    for _ in gl.static_range((LIVE + COLUMNS - 1) // COLUMNS):
+        acc = acc + (zeros,)
+    return acc
+
+
+@gluon.jit
+def start(words, turned, acc, PIECE: gl.constexpr):
+    """Start p v of the columns of one tensor of acc."""
+    ROWS: gl.constexpr = words.shape[0]
+    COLUMNS: gl.constexpr = acc[0].shape[1]
+    layout: gl.constexpr = acc[0].type.layout
+    v = turned.slice(PIECE * COLUMNS, COLUMNS, dim=0).permute((1, 0))
+    nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(_operand(words, acc[0]), v, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add(acc, correction, product, PIECE: gl.constexpr):
+    """acc with one tensor times one number a row, plus its product."""
+    added = ()
+    for i in gl.static_range(len(acc)):
+        if i == PIECE:
+            added = added + (acc[i] * columns.per_row(correction, product) + product,)
+        else:
+            added = added + (acc[i],)
+    return added
+
+
+@gluon.jit
+def add_rest(acc, correction, words, turned, FIRST: gl.constexpr):
+    """`add` of products from the one of tensor FIRST on, one after the other."""
+    for piece in gl.static_range(FIRST, len(acc)):
+        product = warpgroup_mma_wait(0, deps=[start(words, turned, acc, piece)])
+        acc = add(acc, correction, product, piece)
+    return acc
