@@ -105,7 +105,8 @@ def prefills():
 
     device = hardware.by_name("H200")
     shapes = [(dim, page_size, torch.bfloat16) for dim, page_size in ((128, 16), (128, 1), (64, 16), (192, 64), (256, 1))]
-    shapes += [(dim, page_size, FP8) for dim, page_size in ((64, 64), (128, None), (256, 16), (192, None), (160, None), (80, None))]
+    shapes += [(dim, page_size, FP8)
+               for dim, page_size in ((64, 64), (128, None), (256, 16), (192, None), (160, None), (80, None))]  # fmt: skip
     for head_dim, page_size, dtype in compiled.of_this_run(shapes, row=lambda shape: (*shape[1:], shape[0] == 64)):
         problem = CacheProblem(
             batch=8, seqlen_q=512, capacity=4096, num_heads=32, num_heads_kv=8, head_dim=head_dim,
