@@ -1125,11 +1125,11 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         raw = _start_scores(ring, next_q_slot, q_left, bias, step, variant, KEYS)
         product = _start_values(ring, p, acc, last_step, variant, CONSUMER, more)
         kept = _keep_bits(next_part, next_part.end - 1, stream, dropout, num_heads, TILE_N)
+        words = p
         if variant.FP8:
-            # All of it: beside what is under way there are not the registers for a mask
+            # Both: of one under way there would not be registers for the mask
             raw, first = warpgroup_mma_wait(0, deps=[raw, product[0]])
             acc = fp8.add(acc, correction, first, 0)
-            acc = fp8.add_rest(acc, correction, p, ring.v_smem.index(last_step % variant.V_STAGES), 1)
         else:
             raw = warpgroup_mma_wait(len(product), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
@@ -1138,6 +1138,9 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
             if SPLIT_Q:
                 mbarrier.arrive(ring.q_free.index(left), count=1)
         next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, next_params, cap, variant, HALF_SEEN)
+        if variant.FP8:
+            # Before any word of p is written: those are a product's registers (ptxas: C7513)
+            acc = fp8.add_rest(acc, correction, words, ring.v_smem.index(last_step % variant.V_STAGES), 1)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)
