@@ -135,13 +135,14 @@ def prefill_fp8(record, name) -> str:
     """Prompts over fp8 with fp8 queries: microseconds, TFLOP/s and errors."""
     lines = []
     for row in record["rows"]:
-        c, us, error = row["config"], row["us"], row["error"]
+        c, us, error, biased = row["config"], row["us"], row["error"], row["error_of_mean_1"]
         lines.append([f"{c['batch']} x {c['queries']} of {c['length']}", f"{c['nheads']}/{c['nheads_kv']}", c["headdim"],
                       "causal" if c["causal"] else "none", f"{us['flashtile']:.0f}", row["tflops"]["flashtile"],
                       f"{us['flashtile page 64']:.0f}", f"{us['flashtile bf16']:.0f}", f"{us['fa3']:.0f}",
-                      *(f"{error[name]:.2%}" for name in ("flashtile", "fa3", "flashtile bf16"))])  # fmt: skip
+                      *(f"{error[name]:.2%}" for name in ("flashtile", "fa3", "flashtile bf16")),
+                      *(f"{biased[name]:.2%}" for name in ("flashtile", "fa3"))])  # fmt: skip
     header = ["queries and keys", "heads", "head dim", "mask", "flashtile, µs", "TFLOP/s", "pages of 64, µs", "all in bf16, µs",
-              "FA3, µs", "error", "FA3's", "that of bf16"]  # fmt: skip
+              "FA3, µs", "error", "FA3's", "that of bf16", "error, values of mean 1", "FA3's there"]  # fmt: skip
     return f"Command: `{record['command']}`. {provenance(record, name)}\n\n{markdown(header, lines)}"
 
 

@@ -135,9 +135,8 @@ def attention_with_kvcache(
         rotary_seqlens: (batch,), int32: positions begin here instead of at cache_seqlens.
         rotary_interleaved: columns (0, 1), (2, 3), ... are rotated together (GPT-J); else (0, rotary_dim / 2), ... (NeoX).
         q_descale, k_descale, v_descale: (batch, num_heads_kv), fp32, 0 or more: what fp8 values are multiplied with;
-            default 1. Many queries of fp8 over up to 2048 keys are multiplied in fp8 on Hopper, weights too, so that out is
-            off by 2% (root mean square); other calls over fp8 multiply in fp16, or fp32. FLASHTILE_TIER=hopper does so
-            with more keys, as FlashAttention-3 does, whose sums get less exact the more there are.
+            default 1. Many queries of fp8 are multiplied in fp8 on Hopper, weights too, and added up in fp32: out is off by
+            2% (root mean square) of values of mean 0. Other calls over fp8 multiply in fp16, or fp32.
         causal, window, softmax_scale, softcap, alibi_slopes, sinks: as in `attention`; the last query stands at the last key.
         num_splits: into how many parts the keys of a sequence are cut, so that few sequences fill a GPU. 0 lets flashtile
             choose by the lengths of the whole batch; with a fixed number (1 to 256) the result of a sequence is bitwise

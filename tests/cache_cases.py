@@ -280,7 +280,7 @@ def _as_fp8(p, keep):
 def check_cache(case, dtype, device="cpu", fn=None, seed=0, fp8_weights=False):
     """Run a case; compare the caches with what must stand there, out and lse with float64. Raises AssertionError.
 
-    fp8_weights: the kernel multiplies them, and q kᵀ, in fp8: tensor cores add up 13 bits or so of such products.
+    fp8_weights: the kernel multiplies them, and q kᵀ, in fp8: tensor cores add up 13 bits or so of the latter.
     """
     call = case.make(dtype, device, seed)
     out, lse = call.run(fn)

@@ -6,8 +6,7 @@ of keys has a box of each page, whose number the producer looks up (`boxes.load_
 so that nothing of an unused slot is read; keys that a window hides from all queries of a sequence are no part of it, with pages
 those of whole pages.
 
-Queries and a cache of fp8 are multiplied in fp8, of up to 2048 keys. Else a cache of fp8 is the portable tier's, whose products
-are exact.
+Queries and a cache of fp8 are multiplied in fp8. Beside other queries a cache of fp8 is the portable tier's.
 
 How fast: `flashtile compare --preset chunked-prefill --mode decode`; fp8: `benchmarks/prefill.py`. What was tried:
 docs/kernels/hopper-forward.md.
