@@ -102,11 +102,12 @@ def test_repro_has_what_a_row_was_measured_with(capsys, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd")
     flags = "-b 1 -s 64 --nheads 2 -d 16 --dtype fp32 --mode fwd --seed 0"
-    assert document["results"][0]["repro"] == f"FLASHTILE_TIER=sdpa,reference flashtile run {flags} --device cpu"
+    assert document["results"][0]["repro"] == f"FLASHTILE_TIER=sdpa,reference flashtile run {flags} --repeats 6 --device cpu"
     monkeypatch.delenv("FLASHTILE_TIER")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--timer", "wall", "--l2", "warm")
-    repro = f"TRITON_INTERPRET=1 flashtile run {flags} --timer wall --l2 warm --device cpu"
+    _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--timer", "wall", "--l2", "warm",
+                              "--rep-ms", "2.5")  # fmt: skip
+    repro = f"TRITON_INTERPRET=1 flashtile run {flags} --timer wall --l2 warm --repeats 6 --rep-ms 2.5 --device cpu"
     assert document["results"][0]["repro"] == repro
 
 

@@ -308,7 +308,8 @@ def test_compare_runs_from_end_to_end(monkeypatch, capsys):
     assert report.resolved["tiles"]["rung-8"] == {64: {"tile_m": 128, "tile_n": 64, "num_warps": 4, "num_stages": 2}}
     assert not record.problems(report.document())
     repro = next(result.repro for result in report.results if result.backend == "rung-9" and result.mode == "bwd")
-    assert repro == "flashtile ladder run --rung 9 -b 1 -s 64 --nheads 2 -d 64 --causal --dtype fp16 --mode bwd --seed 0"
+    flags = "--rung 9 -b 1 -s 64 --nheads 2 -d 64 --causal --dtype fp16 --mode bwd --seed 0 --rep-ms 6"
+    assert repro == f"flashtile ladder run {flags}"
     for mode in ("fwd", "bwd"):
         command._print_table(make_console(), report, case, mode)
     out = capsys.readouterr().out

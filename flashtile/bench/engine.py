@@ -261,9 +261,10 @@ def variables() -> str:
 
 
 def command_line(words: str, chosen: Settings) -> str:
-    """The line that repeats a row: a command and its flags, with the variables, the seed, and a timer and L2 of one's own."""
-    flags = "".join(f" --{name} {getattr(chosen, name)}" for name in ("timer", "l2")
-                    if getattr(chosen, name) != getattr(Settings, name))  # fmt: skip
+    """The line that repeats a row: a command and its flags, with the variables, the seed, and what was asked of the timing."""
+    asked = {name.replace("_", "-"): getattr(chosen, name) for name in ("timer", "l2", "repeats", "rep_ms")
+             if getattr(chosen, name) != getattr(Settings, name)}  # fmt: skip
+    flags = "".join(f" --{name} {value:g}" if name == "rep-ms" else f" --{name} {value}" for name, value in asked.items())
     return f"{variables()}flashtile {words} --seed {chosen.seed}{flags}"
 
 
