@@ -5,6 +5,7 @@ An op validates, plans and launches, so that all of it is one node to torch.comp
 """
 
 import torch
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from flashtile import dispatch, flops, hardware, settings
@@ -158,6 +159,12 @@ def _described(operands, options) -> _Call:
 @torch.library.impl("flashtile::forward", ("CPU", "CUDA"))
 def _forward(*arguments):
     operands, options = split(arguments)
+    if forward_ad._current_level >= 0:
+        # Of the op itself, as exported programs call it, torch takes tangents for 0
+        _refuse_tangents(operands._fields, operands)
+        if eager_transforms.JVP_NESTING > 0:
+            raise UnsupportedError(explain("attention", "no tangents: gradients are of reverse mode", "a call inside of jvp",
+                                           _FORWARD_MODE))  # fmt: skip
     return _described(operands, options).run_forward(operands)
 
 
@@ -225,6 +232,7 @@ backward_op = torch.ops.flashtile.backward.default
 dslopes_op = torch.ops.flashtile.dslopes.default
 
 
+_FORWARD_MODE = "flashtile.reference.naive.attention has forward-mode derivatives."
 # sinks are a parameter as a rule
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
@@ -392,8 +400,7 @@ def _refuse_transforms(operands):
 def _refuse_tangents(names, tensors):
     for name, x in zip(names, tensors):
         if may_be_dual(x):
-            way_out = "flashtile.reference.naive.attention has forward-mode derivatives."
-            raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", what_is_dual(), way_out))
+            raise UnsupportedError(explain(name, "no tangent: gradients are of reverse mode", what_is_dual(), _FORWARD_MODE))
 
 
 def _flat(options):

@@ -123,6 +123,19 @@ def test_export_round_trip(tmp_path):
     torch.testing.assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), program.module()(x))
 
 
+def test_forward_mode_over_an_exported_program_is_refused():
+    """It calls the op itself, of whose tangents torch has a word only where there are gradients too, and takes them for 0."""
+    model = torch.export.export(Block(dense), (torch.randn(2, 16, 32),)).module().requires_grad_(False)
+    x = torch.randn(2, 16, 32)
+    with pytest.raises(flashtile.UnsupportedError, match="^attention: expected no tangents"):
+        torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(flashtile.UnsupportedError, match="^q: expected no tangent"):
+            model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        assert model(x).isfinite().all()
+
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_flops_are_counted(causal):
     """Visible pairs, as `flashtile run` counts them: 2 products forward, 5 backward."""

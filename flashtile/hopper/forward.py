@@ -32,9 +32,9 @@ Keys and values may lie in the pages of a cache, see kvcache.py: then a box of T
 other pages are copied one by one (GATHERED).
 
 fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
-them. acc is no part of them: acc(i) = acc(i-1) * correction(i-1) + p(i-1) v(i-1) in fp32, where fp8.py says why, and in which
-order operands lie. Over 128 columns are such products of 64 each: the first beside the scores, one under softmax, the others
-behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
+them. acc is no part of them: acc(i) = acc(i-1) * correction(i-1) + p(i-1) v(i-1), in fp32. fp8.py says why, and how operands
+lie. Where v has more than 128 columns, p v is in products of 64, the first beside the scores, the second under softmax,
+the others behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
 
 Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
