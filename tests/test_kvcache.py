@@ -90,7 +90,7 @@ def test_keys_far_below_the_largest_count_over_fp8(above, monkeypatch):
 
 @pytest.mark.parametrize(("changes", "tier"), [
     ({}, "hopper"), ({"capacity": 131072}, "hopper"), ({"head_dim": 72, "head_dim_v": 72}, "portable"),
-    ({"head_dim": 192, "head_dim_v": 192}, "hopper"), ({"head_dim": 192}, "hopper"),
+    ({"head_dim": 192, "head_dim_v": 192}, "hopper"), ({"head_dim": 192}, "hopper"), ({"head_dim_v": 256}, "portable"),
     ({"head_dim": 80, "head_dim_v": 112}, "hopper"), ({"page_size": 16}, "hopper"), ({"page_size": 7}, "portable"),
     ({"dtype": torch.bfloat16}, "portable"), ({"num_splits": 2}, "portable"),
     ({"rotary_dim": 32, "seqlen_new": 4}, "portable"), ({"seqlen_q": 1}, "portable"), ({"unaligned": True}, "portable"),

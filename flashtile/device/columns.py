@@ -80,15 +80,14 @@ def layout_of(columns, widest=256, K=16):
 
 
 @gluon.jit
-def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr, WIDEST: gl.constexpr = 256,
-                 K: gl.constexpr = 16):  # fmt: skip
+def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr, WIDEST: gl.constexpr = 256):
     """Zeros of ROWS rows and the columns that count, in one tensor or two."""
     HALF: gl.constexpr = BLOCK // 2
     if LIVE == BLOCK or BLOCK < 256:
-        return (gl.zeros([ROWS, BLOCK], gl.float32, layout_of(BLOCK, WIDEST, K)),)
+        return (gl.zeros([ROWS, BLOCK], gl.float32, layout_of(BLOCK, WIDEST)),)
     else:
-        left = gl.zeros([ROWS, HALF], gl.float32, layout_of(HALF, WIDEST, K))
-        return left, gl.zeros([ROWS, LIVE - HALF], gl.float32, layout_of(LIVE - HALF, WIDEST, K))
+        left = gl.zeros([ROWS, HALF], gl.float32, layout_of(HALF, WIDEST))
+        return left, gl.zeros([ROWS, LIVE - HALF], gl.float32, layout_of(LIVE - HALF, WIDEST))
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from flashtile.device.compat import gl, gluon, reinterpret, warpgroup_mma, warpg
 # Weights are 2**TOP at most: e4m3 reaches 448, and has fewer bits below 2**-6
 TOP = gl.constexpr(8)
 # Columns of acc in one product, where there are more than 128: a thread has not the registers for a product of them all
-_PIECE = gl.constexpr(64)
+_COLUMNS = gl.constexpr(64)
 # Registers of a thread in which values are turned
 _TURNED = gl.constexpr(16)
 # The first bytes of four pairs to a word, and their second ones
@@ -110,7 +110,7 @@ def _operand(words, acc):
 @gluon.jit
 def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr):
     """Zeros of ROWS rows and the columns that count, in tensors of as many columns as a product has."""
-    COLUMNS: gl.constexpr = BLOCK if BLOCK <= 128 else _PIECE
+    COLUMNS: gl.constexpr = BLOCK if BLOCK <= 128 else _COLUMNS
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, columns.layout_of(COLUMNS, K=32))
     acc = ()
     for _ in gl.static_range((LIVE + COLUMNS - 1) // COLUMNS):
@@ -119,22 +119,22 @@ def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr):
 
 
 @gluon.jit
-def start(words, turned, acc, PIECE: gl.constexpr):
-    """Start p v of the columns of one tensor of acc."""
+def start(words, turned, acc, NUMBER: gl.constexpr):
+    """Start p v of the columns of one of acc's tensors."""
     ROWS: gl.constexpr = words.shape[0]
     COLUMNS: gl.constexpr = acc[0].shape[1]
     layout: gl.constexpr = acc[0].type.layout
-    v = turned.slice(PIECE * COLUMNS, COLUMNS, dim=0).permute((1, 0))
+    v = turned.slice(NUMBER * COLUMNS, COLUMNS, dim=0).permute((1, 0))
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     return warpgroup_mma(_operand(words, acc[0]), v, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def add(acc, correction, product, PIECE: gl.constexpr):
-    """acc with one tensor times one number a row, plus its product."""
+def add(acc, correction, product, NUMBER: gl.constexpr):
+    """acc, of which one tensor is multiplied with the correction, and its product added."""
     added = ()
     for i in gl.static_range(len(acc)):
-        if i == PIECE:
+        if i == NUMBER:
             added = added + (acc[i] * columns.per_row(correction, product) + product,)
         else:
             added = added + (acc[i],)
@@ -143,8 +143,8 @@ def add(acc, correction, product, PIECE: gl.constexpr):
 
 @gluon.jit
 def add_rest(acc, correction, words, turned, FIRST: gl.constexpr):
-    """`add` of products from the one of tensor FIRST on, one after the other."""
-    for piece in gl.static_range(FIRST, len(acc)):
-        product = warpgroup_mma_wait(0, deps=[start(words, turned, acc, piece)])
-        acc = add(acc, correction, product, piece)
+    """`add` for the tensors from number FIRST on, one product after the other."""
+    for number in gl.static_range(FIRST, len(acc)):
+        product = warpgroup_mma_wait(0, deps=[start(words, turned, acc, number)])
+        acc = add(acc, correction, product, number)
     return acc

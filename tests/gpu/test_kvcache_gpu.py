@@ -166,7 +166,7 @@ def test_prefill_of_fp8_with(options, head_dim, poisoned, monkeypatch):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prefill_of_fp8_adds_up_in_fp32(head_dim, monkeypatch):
-    """Values of mean 1, whose sums do not cancel: those of the tensor cores are off by a tenth at 8192 keys."""
+    """Values of mean 1, whose sums do not cancel, in parts of 8192 keys: those of the tensor cores are off by a tenth."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for sm_90")
     monkeypatch.setenv("FLASHTILE_TIER", "hopper")
