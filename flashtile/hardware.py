@@ -44,14 +44,16 @@ KIB, MIB, GIB, GB = 1 << 10, 1 << 20, 1 << 30, 10**9
 _SMEM = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 
 
-def _half(tflops, fp32):
-    return (("float16", tflops), ("bfloat16", tflops), ("float32", fp32))
+def _half(tflops, fp32, fp8=None):
+    half = ("float16", tflops), ("bfloat16", tflops), ("float32", fp32)
+    return half if fp8 is None else (*half, ("float8_e4m3fn", fp8))
 
 
 _B200 = "NVIDIA DGX B200 datasheet, dense"
 _A100 = "NVIDIA A100 80GB SXM datasheet"
 _A6000 = "NVIDIA RTX A6000 datasheet; dense half of the sparse figure"
 _ADA = "NVIDIA Ada architecture whitepaper; fp32 accumulation"
+_L20 = "NVIDIA L20 datasheet"
 _H100 = "NVIDIA H100 SXM datasheet, dense"
 # Sold as 141 GB; torch reports 139.8 GiB (every record, for example paper.json)
 _H200 = "NVIDIA H200 SXM datasheet, dense; measured: memory, 8192 cubed bf16 product and device copy"
@@ -60,11 +62,12 @@ DEVICES = {
     for device in (
         Device("A100", "sm_80", 108, 163 * KIB, 40 * MIB, 80 * GIB, _half(312, 19.5), 2.039e12, source=_A100),
         Device("A6000", "sm_86", 84, 99 * KIB, 6 * MIB, 48 * GIB, _half(154.8, 38.7), 0.768e12, source=_A6000),
-        Device("RTX 4090", "sm_89", 128, 99 * KIB, 72 * MIB, 24 * GIB, _half(165.2, 82.6), 1.008e12, source=_ADA),
-        Device("L20", "sm_89", 92, 99 * KIB, 96 * MIB, 48 * GIB, _half(119.5, 59.8), 0.864e12, source="NVIDIA L20 datasheet"),
-        Device("H100", "sm_90", 132, 227 * KIB, 50 * MIB, 80 * GIB, _half(989.4, 66.9), 3.35e12, source=_H100),
-        Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, int(139.8 * GIB), _half(989.4, 66.9), 4.8e12, 778.0, 4.27e12, _H200),
-        Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * GB, _half(2250, 75), 8e12, source=_B200),
+        Device("RTX 4090", "sm_89", 128, 99 * KIB, 72 * MIB, 24 * GIB, _half(165.2, 82.6, 330.3), 1.008e12, source=_ADA),
+        Device("L20", "sm_89", 92, 99 * KIB, 96 * MIB, 48 * GIB, _half(119.5, 59.8, 239), 0.864e12, source=_L20),
+        Device("H100", "sm_90", 132, 227 * KIB, 50 * MIB, 80 * GIB, _half(989.4, 66.9, 1978.9), 3.35e12, source=_H100),
+        Device("H200", "sm_90", 132, 227 * KIB, 60 * MIB, int(139.8 * GIB), _half(989.4, 66.9, 1978.9), 4.8e12, 778.0,
+               4.27e12, _H200),
+        Device("B200", "sm_100", 148, 227 * KIB, 126 * MIB, 180 * GB, _half(2250, 75, 4500), 8e12, source=_B200),
     )
 }
 # In the interpreter a tile may be as large as it likes.

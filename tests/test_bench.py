@@ -199,7 +199,7 @@ def test_flags_of_a_case_give_the_case_back(packed):
 
 
 def test_cases_refuse_nonsense():
-    for changes in ({"batch": 0}, {"num_heads": 3, "num_heads_kv": 2}, {"dtype": "fp8"}, {"dropout": 1.0},
+    for changes in ({"batch": 0}, {"num_heads": 3, "num_heads_kv": 2}, {"dtype": "fp4"}, {"dropout": 1.0},
                     {"varlen": True, "seqlen_q": 8}):  # fmt: skip
         with pytest.raises(UsageError):
             dataclasses.replace(SMALL, **changes)
@@ -331,6 +331,21 @@ def test_large_cases_are_checked_on_some_heads(monkeypatch):
     # The last pair is among those that are looked at.
     out[-1, :, -1] += 0.01
     assert not checker.check(out).passed
+
+
+def test_gate_of_fp8_takes_rounded_weights_and_no_more():
+    """torch has no fp8 products: the yardstick is naive attention with weights as e4m3 has them, with 3 bits."""
+    case = dataclasses.replace(SMALL, seqlen_q=5, seqlen_k=2000, dtype="fp8")
+    q, k, v, _ = inputs = make_inputs(case, "cpu")
+    assert q.dtype == torch.float8_e4m3fn
+    checker = gate.Gate(case, inputs)
+    wide = [x.double() for x in (q, k, v)]
+    exact, rounded = peers.naive_attention(*wide, case), peers.naive_attention(*(x.float() for x in wide), case)
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.04
+    assert checker.check(exact.bfloat16()).passed and checker.check(rounded.bfloat16()).passed
+    for wrong in (exact * 1.2, exact.flip(1), exact * float("nan")):
+        assert not checker.check(wrong).passed
 
 
 @pytest.mark.parametrize("spoil", [lambda out: out * 1.01, lambda out: out.flip(1), lambda out: out * float("nan")])

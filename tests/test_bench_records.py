@@ -341,7 +341,7 @@ def test_plots_are_written_in_both_themes(documents, tmp_path):
     (lambda d: d["results"][0].update(config=None), "results[0].config: None is not of type 'object'"),
     (lambda d: d["results"][0]["config"].update(window=None), "results[0].config.window: None is not of type 'array'"),
     (lambda d: d["results"][0]["config"].update(batch=0), "results[0].config.batch: 0 is less than the minimum of 1"),
-    (lambda d: d["results"][0]["config"].update(dtype="fp8"), "results[0].config.dtype: expected one of fp16"),
+    (lambda d: d["results"][0]["config"].update(dtype="fp4"), "results[0].config.dtype: expected one of fp16"),
     (lambda d: d["results"][0].update(mode="sideways"), "results[0].mode: expected one of fwd"),
     (lambda d: d["results"][0].update(stats={"median": 1}), "results[0].stats: {'median': 1} is not valid"),
 ])  # fmt: skip

@@ -134,6 +134,24 @@ def test_packed_sequences_dropout_and_pages(capsys):
     assert code == 2 and "varlen" in capsys.readouterr().err
 
 
+def test_decode_over_fp8(capsys):
+    shape = [*QUICK, "--seqlen-q", "3", "--nheads", "4", "--nheads-kv", "2", "-d", "32", "--dtype", "fp8"]
+    code, document, _ = _run_json(capsys, "compare", *shape, "--mode", "decode", "--page-size", "16", "--causal", "--backend",
+                                  "flashtile,naive", "--baseline", "flashtile")  # fmt: skip
+    row, refused = document["results"]
+    assert code == 0 and row["status"] == "ok" and row["config"]["dtype"] == "fp8"
+    assert "-d 32 --causal --page-size 16 --dtype fp8 --mode decode" in row["repro"]
+    # One byte of each key, value and query, two of out
+    assert row["bytes"] == 2 * 64 * 2 * 32 + 3 * 4 * 32 * (1 + 2)
+    # Weights are rounded in the yardstick alone
+    assert 0 < row["accuracy"]["max_abs"] < 0.5 * row["accuracy"]["torch_same_dtype"]
+    assert (refused["status"], refused["reason"]) == ("refused", "measured here without fp8")
+    for command in (["run", *shape, "--mode", "fwd"], ["memory", "--dtype", "fp8"], ["explain", "--dtype", "fp8"]):
+        assert cli.main(command) == 2 and "--mode decode" in capsys.readouterr().err
+    latent = ["--seqlen-q", "1", "--nheads-kv", "1", "-d", "576-512", "--dtype", "fp8", "--mode", "decode"]
+    assert cli.main(["run", *SMALL, *latent]) != 0 and "a layout of its own" in capsys.readouterr().out
+
+
 def test_decode_over_a_latent_cache(capsys):
     latent = ["--seqlen-q", "1", "--nheads", "4", "--nheads-kv", "1", "-d", "576-512", "--mode", "decode", "--device", "cpu"]
     code, document, _ = _run_json(capsys, "compare", "-b", "2", "-s", "64", *latent, "--repeats", "3", "--backend",

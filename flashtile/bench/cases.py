@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flashtile.errors import FlashtileError, explain
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+# fp8: queries and caches of the mode decode
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 MODES = ("fwd", "bwd", "fwd_bwd")
 # One more of run and compare: seqlen_q new tokens over a key-value cache of seqlen_k, with flashtile.attention_with_kvcache
 DECODE = "decode"
@@ -666,7 +667,9 @@ def make_inputs(case: BenchCase, device, seed: int = 0, dout: bool = False) -> t
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape):
-        return torch.randn(shape, device=device, dtype=case.torch_dtype, generator=generator)
+        # Of 8 bits torch draws none
+        drawn = torch.bfloat16 if case.dtype == "fp8" else case.torch_dtype
+        return torch.randn(shape, device=device, dtype=drawn, generator=generator).to(case.torch_dtype)
 
     rows_q, rows_k = (case.batch, case.seqlen_q), (case.batch, case.seqlen_k)
     if case.varlen:

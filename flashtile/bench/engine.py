@@ -371,6 +371,8 @@ class _Measurement:
         for name in backends:
             if name not in peers.BACKENDS:
                 raise UsageError(f"backend: expected some of {', '.join(peers.BACKENDS)}, got {name!r}.")
+        if self.modes != [DECODE] and any(case.dtype == "fp8" for case in self.cases):
+            raise UsageError("dtype: expected fp16, bf16 or fp32 without --mode decode: fp8 is of caches and their queries.")
         if self.modes != [DECODE] and any(case.page_size for case in self.cases):
             raise UsageError("page-size: expected none without --mode decode, the only one over a cache.")
         self.with_grad = any(mode not in FORWARD_MODES for mode in self.modes)
@@ -451,7 +453,7 @@ class _Measurement:
 
     def _roof(self, case):
         name = DTYPES[case.dtype]
-        if self.settings.roof and name not in self.report.roofs:
+        if self.settings.roof and name not in self.report.roofs and roofline.has_products(self.device, name):
             self._step(case, "measuring the roof")
             self.report.roofs[name] = roofline.measure(str(self.device), name)
         return self.report.roofs.get(name)

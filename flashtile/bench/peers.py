@@ -31,8 +31,8 @@ class Refused(FlashtileError):
 class Backend:
     """One implementation. load(device) -> attend, raises Unavailable; refuses(case, mode, device) -> reason or None.
 
-    dense, varlen, dropout, alibi, latent: whether it takes such cases here. over_cache(k, v, case) -> attend over k and v as a
-    cache whose slots are all in use; others have the same keys in one piece where decoding is timed.
+    dense, varlen, dropout, alibi, latent, fp8: whether it takes such cases here. over_cache(k, v, case) -> attend over k and v
+    as a cache whose slots are all in use; others have the same keys in one piece where decoding is timed.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Backend:
     dropout: bool = False
     alibi: bool = False
     latent: bool = False
+    fp8: bool = False
     over_cache: Callable | None = None
     # Distribution whose version is recorded.
     package: str = "torch"
@@ -61,11 +62,15 @@ class Backend:
             return "measured here without dropout"
         if case.alibi and not self.alibi:
             return "measured here without ALiBi"
+        if case.dtype == "fp8" and not self.fp8:
+            return "measured here without fp8"
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
         if case.latent and mode == DECODE:
             if case.has_score_options:
                 return LATENT_HAS_NOT
+            if case.dtype == "fp8":
+                return "a latent cache of fp8 has a layout of its own: benchmarks/mla.py"
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:
@@ -134,9 +139,12 @@ def in_pages(k, v, case):
     order = torch.randperm(case.batch * pages_each, generator=torch.Generator().manual_seed(0)).to(k.device)
     pages = []
     for x in (k, v):
-        padded = F.pad(x, (0, 0, 0, 0, 0, pages_each * case.page_size - case.seqlen_k))
+        # Of 8 bits torch moves integers alone
+        moved = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+        padded = F.pad(moved, (0, 0, 0, 0, 0, pages_each * case.page_size - case.seqlen_k))
         pages.append(torch.empty_like(padded).view(-1, case.page_size, *x.shape[2:]))
         pages[-1][order] = padded.view(pages[-1].shape)
+        pages[-1] = pages[-1].view(x.dtype)
     return *pages, order.int().view(case.batch, pages_each)
 
 
@@ -244,6 +252,9 @@ def hidden_keys(case, device, rows: range):
 def naive_attention(q, k, v, case, rows: range | None = None, alibi_slopes=None):
     """softmax(q kᵀ / sqrt(head_dim) + mask) v as one writes it in PyTorch: the scores are stored, in q's dtype.
 
+    Of a case of fp8, of which torch has no products, q, k and v come in a wider dtype, and weights are rounded to e4m3, but in
+    float64.
+
     q holds the query rows `rows` of the case (default all); shapes as in `make_inputs`, any dtype. alibi_slopes: (batch, heads)
     of a case with alibi, where q has not all heads of it.
     """
@@ -274,6 +285,10 @@ def naive_attention(q, k, v, case, rows: range | None = None, alibi_slopes=None)
     p = scores.softmax(-1)
     if empty is not None:
         p = p.masked_fill(empty, 0.0)
+    if case.dtype == "fp8" and q.dtype != torch.float64:
+        # Where the largest of a row is 256: beside it e4m3 holds weights of 2**-17
+        unit = p.amax(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny) / 256
+        p = (p / unit).to(case.torch_dtype).to(p.dtype) * unit
     if case.dropout:
         p = F.dropout(p, case.dropout)
     return (p @ v).transpose(1, 2)
@@ -638,8 +653,8 @@ def _flash_attn_refuses(case, mode, device):
 def _fa3_refuses(case, mode, device):
     if case.window != (None, None):
         return "the fa3-fwd wheel has no window"
-    if case.dtype != "bf16":
-        return "the fa3-fwd wheel has bf16 only"
+    if case.dtype not in ("bf16", "fp8"):
+        return "the fa3-fwd wheel has bf16 and fp8 only"
     return _flash_attn_refuses(case, mode, device)
 
 
@@ -657,7 +672,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("flashtile", "this package", _flashtile_loader(False), _flashtile_refuses, varlen=True, dropout=True,
-                alibi=True, latent=True, over_cache=cache_attend, package="flashtile"),
+                alibi=True, latent=True, fp8=True, over_cache=cache_attend, package="flashtile"),
         Backend("flashtile-deterministic", "this package, deterministic=True", _flashtile_loader(True), _deterministic_refuses,
                 varlen=True, dropout=True, alibi=True, package="flashtile"),
         Backend("naive", "standard PyTorch attention, stores the scores", _load_naive, _never, varlen=True, dropout=True,
@@ -679,7 +694,7 @@ BACKENDS = {
         Backend("fa3-splits", "FlashAttention-3, forward, num_splits=0: it may cut keys", _fa3_loader(0), _fa3_refuses,
                 backward=False, varlen=True, package="fa3-fwd"),
         Backend("fa3-kvcache", "FlashAttention-3 over a cache of rows, flash_attn_with_kvcache", _fa3_loader(0),
-                _fa3_kvcache_refuses, backward=False, over_cache=_fa3_over_cache, package="fa3-fwd"),
+                _fa3_kvcache_refuses, backward=False, fp8=True, over_cache=_fa3_over_cache, package="fa3-fwd"),
         Backend("fa4", "FlashAttention-4, CuTe DSL", _load_fa4, _half_only, varlen=True, package="flash-attn-4"),
         Backend("flex", "FlexAttention, compiled by torch", _load_flex, _never, alibi=True),
         Backend("xformers", "xFormers, its choice", _load_xformers, _xformers_refuses, dropout=True, package="xformers"),

@@ -34,6 +34,11 @@ class Roof:
         return asdict(self)
 
 
+def has_products(device: torch.device, dtype: str) -> bool:
+    """Whether a torch.device multiplies a dtype such as "bfloat16": GPUs fp8 from sm_89 on; on a CPU the roof is of float32."""
+    return device.type == "cpu" or dtype != "float8_e4m3fn" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @lru_cache
 def measure(device: str, dtype: str) -> Roof:
     """The roof of a device such as "cuda:0" for a dtype such as "bfloat16"; under a second, once a process."""
@@ -54,9 +59,21 @@ def measure(device: str, dtype: str) -> Roof:
 
 def _product_tflops(n, dtype, device) -> float:
     generator = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * n**3 / _median_ms(lambda: torch.mm(a, b, out=out), device) / 1e9
+    if dtype.itemsize == 1:
+        # torch.mm takes no fp8
+        a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16, generator=generator).to(dtype) for _ in range(2))
+        one = torch.ones((), device=device)
+
+        def product():
+            torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+    else:
+        a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
+        out = torch.empty_like(a)
+
+        def product():
+            torch.mm(a, b, out=out)
+
+    return 2 * n**3 / _median_ms(product, device) / 1e9
 
 
 def _copy_bandwidth(device) -> float:

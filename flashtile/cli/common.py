@@ -32,7 +32,7 @@ Text, Number, Switch = str | None, float | None, bool | None
 # Shape flags of commands that look at attention, but not at a cache
 PACKED = ("dropout", "varlen", "alibi")
 # And of those that look at a cache
-CACHED = ("alibi", "page_size")
+CACHED = ("alibi", "page_size", "fp8")
 
 
 @dataclass
@@ -48,7 +48,7 @@ class ShapeFlags:
     headdim: Annotated[Text, _shape("Head dim (64); 192-128 is 192 for q and k, 128 for v.", "--headdim", "-d")] = None
     causal: Annotated[Switch, _shape("Hide keys after the query; `--causal both`: yes and no.", "--causal/--no-causal")] = None
     causal_both: Annotated[bool, _shape("The same as `--causal both`.", "--causal-both", hidden=True)] = False
-    dtype: Annotated[Text, _shape("fp16, bf16, fp32 (bf16; fp32 on a CPU).", "--dtype")] = None
+    dtype: Annotated[Text, _shape("fp16, bf16, fp32; fp8 with --mode decode (bf16; fp32 on a CPU).", "--dtype")] = None
     window: Annotated[Text, _shape("LEFT,RIGHT keys visible beside the diagonal; -1 is all of them.", "--window")] = None
     softcap: Annotated[Number, _shape("Scores become softcap * tanh(score / softcap) (off).", "--softcap")] = None
     dropout: Annotated[Number, _shape("Dropout probability (0); results are checked without it.", "--dropout")] = None
@@ -58,10 +58,10 @@ class ShapeFlags:
     total_tokens: Annotated[Text, _shape("Sets batch = this / seqlen.", "--total-tokens")] = None
     hidden: Annotated[Text, _shape("Sets nheads = this / headdim.", "--hidden")] = None
 
-    def cases(self, dtype: str, one_query=False, takes=("dropout", "varlen", "page_size", "alibi")):
+    def cases(self, dtype: str, one_query=False, takes=("dropout", "varlen", *CACHED)):
         """BenchCases of these flags; dtype where none is given. one_query: seqlen_q is 1 where none is given.
 
-        takes: of these flags, those that the command has a use for.
+        takes: of these flags, and of fp8 as a dtype, what the command has a use for.
         """
         from flashtile.bench.cases import Shape, UsageError, build_cases
 
@@ -73,7 +73,11 @@ class ShapeFlags:
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
         defaults = {"dtype": dtype} | ({"seqlen_q": "1"} if one_query else {})
         shape = Shape(**values | {"varlen": self.varlen or None, "alibi": self.alibi or None})
-        return build_cases(self.preset, shape, defaults)
+        cases = build_cases(self.preset, shape, defaults)
+        if "fp8" not in takes and any(case.dtype == "fp8" for case in cases):
+            raise UsageError("dtype: expected fp16, bf16 or fp32. fp8 is of caches: flashtile run and compare take it with "
+                             "--mode decode.")  # fmt: skip
+        return cases
 
 
 def decoding(mode) -> bool:

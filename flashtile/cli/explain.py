@@ -106,7 +106,7 @@ def _work(words, flops, num_bytes, problem, device):
         line += f" -> {bound}-bound (ridge {peak * 1e12 / bandwidth:.0f})"
     yield line
     floors = [(peak, bandwidth, "datasheet")]
-    if dtype != "float32":
+    if dtype in ("float16", "bfloat16"):
         floors.append((device.measured_tflops, device.measured_bandwidth, "measured roof"))
     words = [
         f"{max(flops / (tflops * 1e12), num_bytes / speed) * 1e3:.4g} ms at the {source}"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flashtile.cli.common import CACHED, OK, Progress, ShapeFlags, command, make_console
+from flashtile.cli.common import OK, Progress, ShapeFlags, command, make_console
 from flashtile.cli.explain import find_target
 
 
@@ -45,7 +45,7 @@ def tune(
         there = engine.resolve_device(device or "cuda", gpu_for="timing tiles")
         tiles_of = find_target(target, hardware) if target else None
         rows = []
-        for case in shape.cases(engine.default_dtype(there), decodes[0], takes=CACHED if decodes[0] else ()):
+        for case in shape.cases(engine.default_dtype(there), decodes[0], takes=("alibi", "page_size") if decodes[0] else ()):
             found = tuning.run(case, kernels, there, seed, progress.say, tiles_of)
             rows += found
             with progress.paused():
