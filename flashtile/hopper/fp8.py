@@ -1,8 +1,9 @@
-"""Operands of fp8 products: wgmma takes 8-bit operands in one order alone, what it contracts side by side.
+"""fp8 products: operands in the order that wgmma takes, and sums outside of it.
 
-Keys and queries lie so, values do not: their keys are to be side by side, so that they are turned on the way, to words of four
-keys, by a partition of its own. Weights, which a thread has two by two, it is to have four by four: the keys of each 16 are
-taken in another order, 0 1 8 9, 2 3 10 11 and so on, in which a thread's two pairs are side by side, and so are values.
+wgmma takes 8-bit operands in one order alone, what it contracts side by side. Keys and queries lie so, values do not: their
+keys are to be side by side, so that they are turned on the way, to words of four keys, by a partition of its own. Weights,
+which a thread has two by two, it is to have four by four: the keys of each 16 are taken in another order, 0 1 8 9, 2 3 10 11
+and so on, in which a thread's two pairs are side by side, and so are values.
 
 Sums of an fp8 product stay in the tensor core, which adds up 13 bits or so. So each step's p v is a product of its own, which
 is added to acc in fp32: by multiply-adds, where acc of a product takes multiplications.
