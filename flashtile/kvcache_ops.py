@@ -141,7 +141,8 @@ def _differentiable(tensors):
 def _lengths(operands):
     """One int for all sequences, as cache_seqlens."""
     q, cu_seqlens = operands.q, operands.cu_seqlens_q
-    batch = q.shape[:1].numel() if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    # Of no cu_seqlens_q any number: it is refused by its name
+    batch = q.shape[:1].numel() if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     return torch.full((batch,), operands.cache_seqlens, dtype=torch.int32, device=q.device)
 
 

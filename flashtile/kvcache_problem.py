@@ -308,7 +308,8 @@ def _check_dtypes(operands) -> None:
         raise DtypeError(explain("q", "dtype float16, bfloat16, float32, float64 or float8_e4m3fn", q.dtype, "Cast q."))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype not in (q.dtype, FP8):
-            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}, or {FP8}", x.dtype, f"Cast q: q.to({name}.dtype)."))
+            other = "" if q.dtype == FP8 else f", or {FP8}"
+            raise DtypeError(explain(name, f"the dtype of q, {q.dtype}{other}", x.dtype, f"Cast q: q.to({name}.dtype)."))
     if v_cache.dtype != k_cache.dtype:
         raise DtypeError(explain("v_cache", f"the dtype of k_cache, {k_cache.dtype}", v_cache.dtype))
     for name, x in (("k", operands.k), ("v", operands.v)):
@@ -450,6 +451,8 @@ def _check_values(operands, options, batch, seqlen_q, capacity, seqlen_new, wind
         new = [stop - start for start, stop in pairwise(bounds)]
     before = [capacity] * batch if operands.cache_seqlens is None else operands.cache_seqlens.tolist()
     for b, (old, more) in enumerate(zip(before, new, strict=True)):
+        if more > capacity:
+            raise ValueRangeError(explain("k", f"at most {capacity} new keys of sequence {b}, as many as it has slots", more))
         if not 0 <= old <= capacity - more:
             room = f"0 to {capacity - more}, what {capacity} slots leave before {more} new keys"
             raise ValueRangeError(explain(f"cache_seqlens[{b}]", room, old))

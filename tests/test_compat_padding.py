@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flashtile.compat.flash_attn import bert_padding, flash_attn_func
+from flashtile.compat.flash_attn import bert_padding, flash_attn_func, flash_attn_with_kvcache
 from flashtile.compat.flash_attn.layers import rotary
 from flashtile.compat.flash_attn.ops.triton_.rotary import apply_rotary
 from flashtile.errors import DtypeError, ShapeError, ValueRangeError
@@ -370,3 +370,14 @@ def test_tables_are_made_of_the_buffers(scale_base):
         first = half[:, :4] * cos - half[:, 4:8] * sin
         torch.testing.assert_close(stretched[0, :, 0, 0, :4], first)
     assert not torch.equal(plain, stretched)
+
+
+def test_an_expanded_cache_of_strided_rows_is_refused_before_anything_is_written():
+    """A copy of it has slots of its own; what is appended there could not go back."""
+    cache = torch.zeros(1, 8, 16, 2).transpose(2, 3).expand(2, 8, 2, 16)
+    new = torch.ones(2, 1, 2, 16)
+    values = cache.clone(memory_format=torch.contiguous_format)
+    with pytest.raises(ShapeError, match="^k_cache: expected slots of their own"):
+        flash_attn_with_kvcache(torch.zeros(2, 1, 2, 16), cache, values, k=new, v=new,
+                                cache_seqlens=torch.tensor([3, 4], dtype=torch.int32))  # fmt: skip
+    assert not values.any()

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import flashtile
 from flashtile import dispatch, hardware, kvcache_ops, tiles
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem
+from flashtile.reference import kvcache as reference_kvcache
 from flashtile.reference import naive
 
 CPU_DTYPES = [torch.float32, torch.float64]
@@ -852,3 +854,75 @@ def test_queries_that_tma_does_not_take_are_copied(make, copies):
         assert rows.is_contiguous() and torch.equal(rows, q)
     else:
         assert rows is None
+
+
+@pytest.mark.parametrize("num_splits", [0, 4])
+@pytest.mark.parametrize("longest", [64, 32768, 2**31 - 1])
+def test_a_loose_max_seqlen_q_costs_no_more_than_all_tokens(num_splits, longest):
+    """A program of a row tile past int32 wrote in front of out; scratch was of 132 GiB."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    shape = dict(batch=64, total_q=64, capacity=8192, num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+                 dtype=torch.bfloat16, cache_dtype=torch.bfloat16, num_splits=num_splits)  # fmt: skip
+    problem = CacheProblem(seqlen_q=longest, **shape)
+    config = dispatch.plan(problem, hardware.by_name("H200"), "decode", prefer=("portable",)).configs["decode"]
+    plan = decode.plan_parts(problem, config, 132)
+    assert plan.num_tiles == -(-64 * 4 // config.tile_m)
+    assert plan.num_programs == 64 * (8 // config.heads) * plan.num_tiles * max(num_splits, 1) or num_splits == 0
+    assert plan.num_programs < 2**16 and plan.slots < 2**16
+
+
+def test_fp64_queries_over_fp8_are_computed_in_fp64():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 3, 2, 16, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(1, 8, 2, 16, generator=generator).to(FP8) for _ in range(2))
+    out, lse = flashtile.attention_with_kvcache(q, k, v, return_lse=True)
+    assert out.dtype == lse.dtype == torch.float64
+    expected = flashtile.attention(q, k.double(), v.double())
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    arguments = (q, k, v, *[None] * 16, None, True, False, None, None, None, 0.0, 0, True)
+    torch.library.opcheck(torch.ops.flashtile.kvcache.default, arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_are_rotated_in_fp32(dtype):
+    """On a CPU, as on a GPU and as new keys are: in half precision sums of rounded products are off by half as much again."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 64, generator=generator).to(dtype) for _ in range(2))
+    angle = torch.rand(1001, 32, generator=generator) * 6.28
+    cache = torch.zeros(1, 1001, 1, 64, dtype=dtype)
+    seen = []
+    real = reference_kvcache.rotate
+
+    def rotate(x, *arguments):
+        seen.append(x.dtype)
+        return real(x, *arguments)
+
+    with mock.patch.object(reference_kvcache, "rotate", rotate):
+        flashtile.attention_with_kvcache(q, cache, cache.clone(), k=k, v=k, cache_seqlens=1000, rotary_cos=angle.cos(),
+                                         rotary_sin=angle.sin())  # fmt: skip
+    assert len(seen) > 1 and set(seen) == {torch.float32}
+
+
+@pytest.mark.parametrize("shape", [(0,), ()], ids=str)
+def test_cu_seqlens_of_nothing_beside_one_length(shape):
+    cache = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ShapeError, match="^cu_seqlens_q"):
+        flashtile.attention_with_kvcache(torch.zeros(2, 2, 16), cache, cache, cache_seqlens=3, max_seqlen_q=2,
+                                         cu_seqlens_q=torch.zeros(shape, dtype=torch.int32))  # fmt: skip
+
+
+def test_more_new_keys_than_slots_are_named():
+    cache, new = torch.zeros(1, 8, 2, 16), torch.zeros(1, 12, 2, 16)
+    with pytest.raises(ValueRangeError, match="^k: expected at most 8 new keys of sequence 0.*got 12"):
+        flashtile.attention_with_kvcache(torch.zeros(1, 1, 2, 16), cache, cache.clone(), k=new, v=new,
+                                         cache_seqlens=torch.zeros(1, dtype=torch.int32))  # fmt: skip
+
+
+def test_combine_of_several_parts_whose_sink_is_inf():
+    """Each has as much: the sum of weights is 1 there, too."""
+    out = torch.stack([torch.ones(1, 1, 1, 4), torch.full((1, 1, 1, 4), 3.0), torch.full((1, 1, 1, 4), 7.0)])
+    lse = torch.tensor([math.inf, math.inf, 0.0])[:, None, None, None]
+    merged, total = flashtile.combine(out, lse)
+    assert (merged == 2).all() and (total == math.inf).all()

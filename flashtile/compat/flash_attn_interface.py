@@ -412,6 +412,9 @@ def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
     for name, x in (("page_table", page_table), ("cache_batch_idx", cache_batch_idx), ("cu_seqlens_q", cu_seqlens_q)):
         if x is not None:
             check_is_tensor(name, x)
+    if cu_seqlens_q is not None and cu_seqlens_q.numel() == 0:
+        # Refused with all others
+        return page_table
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     check_int32("cache_batch_idx", cache_batch_idx, q.device, (batch,))
     if page_table.dim() != 2 or page_table.device != q.device:

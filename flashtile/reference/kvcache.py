@@ -17,7 +17,7 @@ def forward(operands, problem, attend=fa2.forward, dtype=None):
     Args:
         operands: CacheOperands. problem: their CacheProblem.
         attend: (Operands, AttentionProblem) -> (out, lse) of one sequence.
-        dtype: compute and return in this dtype; default that of out, and fp32 with fp8 operands.
+        dtype: compute and return in this dtype; default that of out, and at least fp32 with fp8 operands.
     Returns:
         out, lse as `flashtile.attention_with_kvcache`; lse is None unless asked for.
     """
@@ -26,7 +26,7 @@ def forward(operands, problem, attend=fa2.forward, dtype=None):
         append(operands, problem, before, stops)
     q = operands.q
     fp8 = FP8 in (problem.dtype, problem.cache_dtype)
-    inner = dtype or (torch.float32 if fp8 else problem.out_dtype)
+    inner = dtype or (wide_dtype(problem.out_dtype) if fp8 else problem.out_dtype)
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v), dtype=dtype or problem.out_dtype)
     lse = q.new_full(problem.lse_shape, float("-inf"), dtype=wide_dtype(inner))
     for b, stop in enumerate(stops):
@@ -34,7 +34,7 @@ def forward(operands, problem, attend=fa2.forward, dtype=None):
         q_b = _descaled((q[rows] if problem.varlen else q[b]).to(inner), operands.q_descale, b, problem.group_size)
         if operands.rotary_cos is not None:
             moves = torch.arange(len(q_b), device=q.device) * problem.rotary_moves
-            q_b = rotate(q_b, operands, problem, _begin(operands, before, b) + moves)
+            q_b = rotate(q_b.to(wide_dtype(inner)), operands, problem, _begin(operands, before, b) + moves)
             if dtype is None:
                 # a kernel keeps the rotated queries in the dtype of out
                 q_b = q_b.to(problem.out_dtype).to(inner)
@@ -110,8 +110,9 @@ def combine(out_partial, lse_partial, out_dtype):
     # (splits, batch, seqlen_q, heads, 1)
     lse = lse_partial.double().transpose(2, 3)[..., None]
     total = torch.logsumexp(lse, 0)
-    # Of a part with a sink of inf, which takes all, lse and total are inf
     weights = torch.where(lse == total, 1.0, torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0)))
+    # Of a part with a sink of inf, which takes all, lse and total are inf: of several such parts each has as much
+    weights = torch.where(total == float("inf"), weights / weights.sum(0), weights)
     out = torch.where(lse == float("-inf"), 0.0, out_partial.double() * weights).sum(0)
     return out.to(out_dtype), total[..., 0].transpose(1, 2).float().contiguous()
 

@@ -377,8 +377,9 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
     if needs_padding(q, k_cache, v_cache, *((k, v) if appends else ())):
         _check_cache_dims(q, k_cache, v_cache, k, v)
         check_rotary_columns(rotary_cos, q.shape[-1])
-        if appends:
-            check_own_slots(k_cache, v_cache)
+    if appends:
+        # Also without padding: a copy with another stride has slots of its own
+        check_own_slots(k_cache, v_cache)
     q, k_cache, v_cache, k, v = map(detached, (q, k_cache, v_cache, k, v))
     if q.shape[0] < k_cache.shape[0] == v_cache.shape[0] and q.dim() == 4:
         if block_table is None and options.get("cache_batch_idx") is None:
