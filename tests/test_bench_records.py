@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import json
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -89,6 +91,7 @@ def test_resume_measures_only_what_is_missing(compared, monkeypatch):
     again = bench.compare([SMALL, LONGER], ["flashtile", "naive", "fa3"], ("fwd", "bwd"), baseline="naive", device="cpu",
                           settings=QUICK, resume=json.loads(json.dumps(document)))  # fmt: skip
     assert measured == [LONGER]
+    assert again.roofs == compared.roofs
     key = [(r.case, r.mode, r.backend, r.status) for r in compared.results]
     assert [(r.case, r.mode, r.backend, r.status) for r in again.results] == key
     assert len(again.comparisons) == len(compared.comparisons)
@@ -97,6 +100,8 @@ def test_resume_measures_only_what_is_missing(compared, monkeypatch):
 @pytest.mark.parametrize("change, words", [
     (lambda d: d["env"].update(torch="1.0"), "another torch"),
     (lambda d: d["settings"].update(seed=7), "another settings (seed)"),
+    (lambda d: d["env"]["peers"].update(xformers="0.1"), "another peers (xformers)"),
+    (lambda d: d["env"]["env_vars"].update(FLASHTILE_TIER="sdpa"), "another variable (FLASHTILE_TIER)"),
     (lambda d: d["results"][0]["config"].update(batch=9), "other cases"),
 ])  # fmt: skip
 def test_resume_refuses_another_run(compared, change, words):
@@ -173,6 +178,50 @@ def test_memory_on_a_cpu_is_formulas_only():
     report = memory.measure_memory([SMALL], device="cpu", settings=QUICK)
     assert [r.status for r in report.results] == ["skipped", "skipped"] and report.results[0].predicted_mem_bytes > 0
     validate(report.document())
+
+
+def test_memory_of_a_target_is_that_of_its_kernels():
+    """Not of those that the CPU has; and the line that repeats a row names it."""
+    from flashtile import hardware
+
+    h200 = hardware.by_name("H200")
+    report = memory.measure_memory([B2_H16], ["flashtile"], train=True, device="cpu", settings=QUICK, target=h200)
+    (result,) = report.results
+    assert result.predicted_mem_bytes == memory.predicted_bytes(B2_H16, "flashtile", "fwd_bwd", h200)
+    assert result.predicted_mem_bytes > memory.predicted_bytes(B2_H16, "flashtile", "fwd_bwd", hardware.CPU)
+    assert result.repro.endswith(' --train --target "H200"') and report.parts["memory"][0]["memory_bytes"] == h200.memory_bytes
+
+
+def test_names_of_plots_are_ids_and_files():
+    from types import SimpleNamespace
+
+    from flashtile.bench.plots import Plot
+
+    names = ('x"><script>', "x/../y", "x//../y", "speedup-fa3-fwd")
+    plots = [Plot(name, "Speed-up", "", "", SimpleNamespace()) for name in names]
+    assert [plot.name for plot in tables.named_apart(plots)] == ["x-script-", "x-..-y", "x-..-y-2", "speedup-fa3-fwd"]
+
+
+def test_what_a_run_writes_is_no_change(tmp_path):
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments]
+        subprocess.run(command, check=True, capture_output=True)
+
+    package = tmp_path / "flashtile" / "bench"
+    package.mkdir(parents=True)
+    (package / "record.py").write_text((ROOT / "flashtile" / "bench" / "record.py").read_text())
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+
+    def dirty():
+        with mock.patch.object(record, "__file__", str(package / "record.py")):
+            return record._git(None)["dirty"]
+
+    (tmp_path / "sweep.jsonl").write_text("")
+    assert not dirty()
+    (package / "new.py").write_text("")
+    assert dirty()
 
 
 def test_flash_memory_knows_what_the_hopper_backward_adds(monkeypatch):

@@ -111,6 +111,13 @@ def test_repro_has_what_a_row_was_measured_with(capsys, monkeypatch):
     assert document["results"][0]["repro"] == repro
 
 
+def test_repro_of_a_comparison_has_no_rounds(capsys):
+    _, document, _ = _run_json(capsys, "compare", *QUICK, "--mode", "fwd", "--backend", "flashtile,naive", "--timeout", "2",
+                               "--no-check", "--softcap", "3.1234567")  # fmt: skip
+    repro = document["results"][0]["repro"]
+    assert "--softcap 3.1234567" in repro and repro.endswith("--seed 0 --timeout 2 --no-check --device cpu")
+
+
 def test_other_shape_flags(capsys):
     code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "fwd", "--nheads-kv", "1", "--window", "-1,4", "--softcap",
                                   "20", "--seqlen-q", "32", "--seed", "3", "--alibi")  # fmt: skip
@@ -150,6 +157,8 @@ def test_decode_over_fp8(capsys):
         assert cli.main(command) == 2 and "--mode decode" in capsys.readouterr().err
     latent = ["--seqlen-q", "1", "--nheads-kv", "1", "-d", "576-512", "--dtype", "fp8", "--mode", "decode"]
     assert cli.main(["run", *SMALL, *latent]) != 0 and "a layout of its own" in capsys.readouterr().out
+    explained = ["explain", "--target", "H200", "--no-compile", *latent, "-s", "64", "--nheads", "4"]
+    assert cli.main(explained) == 2 and "a layout of its own" in capsys.readouterr().err
 
 
 def test_decode_over_a_latent_cache(capsys):

@@ -226,6 +226,25 @@ def saved(name, factor):
     record.write(str(regress.baseline_path(name, torch.device("cpu"))), record.to_text(document))
 
 
+def test_a_run_without_a_time_replaces_no_baseline(capsys, monkeypatch):
+    run = ["run", *SMALL, "--no-roof", "--mode", "fwd", "--repeats", "6", "--save", "kept"]
+    assert cli.main(run) == 0
+    path = regress.baseline_path("kept", torch.device("cpu"))
+    before = Path(path).read_text()
+    capsys.readouterr()
+    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    assert cli.main(run) != 0
+    assert "not kept as 'kept', since the run has no row with a time" in capsys.readouterr().out
+    assert Path(path).read_text() == before
+
+
+def test_no_grad_beside_a_mode(capsys):
+    assert cli.main(["run", *SMALL, "--mode", "fwd,bwd", "--no-grad"]) == 2
+    assert "no-grad: expected no mode with gradients beside it, got --mode bwd" in capsys.readouterr().err
+    assert cli.main(["run", *SMALL, "--no-roof", "--mode", "decode", "--no-grad", "--repeats", "3"]) == 0
+    assert "Decoding" in capsys.readouterr().out
+
+
 def test_regress_of_kept_baselines(capsys):
     assert cli.main(["run", *SMALL, "--no-roof", "--mode", "fwd", "--repeats", "30", "--save", "first"]) == 0
     for name, factor in (("same", 1.0), ("bit", 1.04), ("slow", 1.3), ("fast", 0.7)):

@@ -19,6 +19,7 @@ MODES = ("fwd", "bwd", "fwd_bwd")
 # One more of run and compare: seqlen_q new tokens over a key-value cache of seqlen_k, with flashtile.attention_with_kvcache
 DECODE = "decode"
 LATENT_HAS_NOT = "decoding over a latent cache has no ALiBi, window or softcap"
+LATENT_FP8 = "a latent cache of fp8 has a layout of its own: benchmarks/mla.py"
 FORWARD_MODES = ("fwd", DECODE)
 _DTYPE_ALIASES = {**{name: name for name in DTYPES}, **{full: name for name, full in DTYPES.items()}}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
@@ -27,6 +28,11 @@ USER_PRESETS = Path("flashtile.toml")
 
 class UsageError(FlashtileError, ValueError):
     """A benchmark was asked for something that doesn't exist; the message says what does."""
+
+
+def as_typed(value) -> str:
+    """An option's value, all digits of it."""
+    return str(value).removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -187,8 +193,8 @@ class BenchCase:
         words += ["-d", self.head_dims]
         words += ["--causal"] if self.causal else []
         words += ["--window", _window_text(self.window)] if self.window != (None, None) else []
-        words += ["--softcap", f"{self.softcap:g}"] if self.softcap else []
-        words += ["--dropout", f"{self.dropout:g}"] if self.dropout else []
+        words += ["--softcap", as_typed(self.softcap)] if self.softcap else []
+        words += ["--dropout", as_typed(self.dropout)] if self.dropout else []
         words += ["--varlen"] if self.varlen else []
         words += ["--page-size", self.page_size] if self.page_size else []
         words += ["--alibi"] if self.alibi else []

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashtile.bench import gate, measure, peers, record, roofline, stats
-from flashtile.bench.cases import DECODE, DTYPES, FORWARD_MODES, MODES, BenchCase, UsageError, make_inputs, parse_choices
+from flashtile.bench.cases import (
+    DECODE,
+    DTYPES,
+    FORWARD_MODES,
+    MODES,
+    BenchCase,
+    UsageError,
+    as_typed,
+    make_inputs,
+    parse_choices,
+)
 from flashtile.bench.stats import Speedup, Summary
 from flashtile.bench.telemetry import Telemetry
 from flashtile.errors import FlashtileError, explain
@@ -260,11 +270,18 @@ def variables() -> str:
     return "".join(f"{name}={shlex.quote(value)} " for name, value in found.items())
 
 
+def _choosing(variables: dict) -> dict:
+    """Those of the environment's variables that choose what is measured."""
+    return {name: value for name, value in variables.items()
+            if name.startswith("FLASHTILE_") or name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}  # fmt: skip
+
+
 def command_line(words: str, chosen: Settings) -> str:
     """The line that repeats a row: a command and its flags, with the variables, the seed, and what was asked of the timing."""
-    asked = {name.replace("_", "-"): getattr(chosen, name) for name in ("timer", "l2", "repeats", "rep_ms")
+    asked = {name: getattr(chosen, name) for name in ("timer", "l2", "repeats", "rep_ms", "timeout_s")
              if getattr(chosen, name) != getattr(Settings, name)}  # fmt: skip
-    flags = "".join(f" --{name} {value:g}" if name == "rep-ms" else f" --{name} {value}" for name, value in asked.items())
+    flags = "".join(f" --{name.removesuffix('_s').replace('_', '-')} {as_typed(value)}" for name, value in asked.items())
+    flags += "" if chosen.check else " --no-check"
     return f"{variables()}flashtile {words} --seed {chosen.seed}{flags}"
 
 
@@ -401,13 +418,18 @@ class _Measurement:
     def _take_over(self, document):
         """Keep the rows of an earlier run of the same cases, under the same circumstances."""
         circumstances = [("settings", self.report.resolved, document["settings"])]
-        circumstances += [(key, self.report.env[key], document["env"][key]) for key in ("gpu", "torch", "triton", "git")]
+        circumstances += [(key, self.report.env[key], document["env"][key])
+                          for key in ("gpu", "torch", "triton", "git", "peers")]  # fmt: skip
+        circumstances += [("variable", *(_choosing(env["env_vars"]) for env in (self.report.env, document["env"])))]
         for name, now, then in circumstances:
             if now != then:
-                differing = sorted(k for k in now if now[k] != then.get(k)) if isinstance(now, dict) and then else []
+                differing = []
+                if isinstance(now, dict) and isinstance(then, dict):
+                    differing = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
                 what = ", ".join(differing) or f"{then}, now {now}"
                 raise UsageError(f"resume: the earlier run had another {name} ({what}). "
                                  "Write to another file, or start anew without --resume.")  # fmt: skip
+        self.report.roofs = {name: roofline.Roof(**roof) for name, roof in document["roofs"].items()}
         self.report.results = [Result.from_json(row) for row in document["results"]]
         self.report.comparisons = [Comparison.from_json(row) for row in document["comparisons"]]
         for result in self.report.results:
@@ -508,7 +530,9 @@ class _Measurement:
     def _add(self, case, name, mode, status="ok", reason="", **more) -> Result:
         work = "fwd" if mode in FORWARD_MODES else mode
         words = f"run {case.flags()} --mode {mode}" + (f" --backend {name}" if name != SUBJECT else "")
-        repro = command_line(words, self.settings) + (" --device cpu" if self.device.type == "cpu" else "")
+        # Of a comparison repeats are rounds, of which run has none
+        chosen = replace(self.settings, repeats=None) if self.baseline else self.settings
+        repro = command_line(words, chosen) + (" --device cpu" if self.device.type == "cpu" else "")
         flops, num_bytes = case.flops(work), case.problem().bytes_moved(work)
         if mode == DECODE:
             # Of a cache only what a window lets be seen is read.

@@ -53,26 +53,29 @@ def longest(case: BenchCase, mode: str, device, backends=BACKENDS) -> list[dict]
     ]  # fmt: skip
 
 
-def measure_memory(cases, backends=BACKENDS, *, train=False, device=None, settings=None, listener=None) -> engine.Report:
+def measure_memory(cases, backends=BACKENDS, *, train=False, device=None, settings=None, listener=None,
+                   target=None) -> engine.Report:  # fmt: skip
     """Measure the memory of cases, without timing them; on a CPU only the formulas.
 
     Args:
         cases: BenchCase, or several. backends: "naive", "flashtile". train: forward and backward, else forward.
+        target: the hardware.Device whose kernels the formulas are of, default the device.
     Returns:
         Report whose results have extra_mem_bytes and predicted_mem_bytes, and whose part "memory" has the longest sequence of
         each first case and backend.
     """
-    return _MemoryMeasurement(cases, list(backends), ["fwd_bwd" if train else "fwd"], device, settings, listener, None).go()
+    modes = ["fwd_bwd" if train else "fwd"]
+    return _MemoryMeasurement(target, cases, list(backends), modes, device, settings, listener, None).go()
 
 
 class _MemoryMeasurement(engine._Measurement):
     """As a run: gate first; then the peak instead of times."""
 
-    def __init__(self, *arguments):
+    def __init__(self, target, *arguments):
         super().__init__(*arguments)
         from flashtile import hardware
 
-        self.hardware = hardware.detect(self.device)
+        self.target, self.hardware = target, target or hardware.detect(self.device)
         self.report.resolved |= {"command": "memory", "timer": "none"}
         if self.hardware.memory_bytes:
             self.report.parts["memory"] = longest(self.cases[0], self.modes[0], self.hardware, self.backends)
@@ -93,7 +96,8 @@ class _MemoryMeasurement(engine._Measurement):
     def _add(self, case, name, mode, *arguments, **more):
         more["predicted_mem_bytes"] = predicted_bytes(case, name, mode, self.hardware)
         result = super()._add(case, name, mode, *arguments, **more)
-        result.repro = f"{engine.variables()}flashtile memory {case.flags()}" + (" --train" if mode != "fwd" else "")
+        flags = [" --train"] * (mode != "fwd") + [f' --target "{self.target.name}"' for _ in [self.target] if self.target]
+        result.repro = f"{engine.variables()}flashtile memory {case.flags()}{''.join(flags)}"
         return result
 
     def _does_not_fit(self, case, mode):

@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_HAS_NOT, UsageError, cu_seqlens
+from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_FP8, LATENT_HAS_NOT, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, Unavailable, UnsupportedError
 from flashtile.problem import AttentionProblem, Operands
 
@@ -70,7 +70,7 @@ class Backend:
             if case.has_score_options:
                 return LATENT_HAS_NOT
             if case.dtype == "fp8":
-                return "a latent cache of fp8 has a layout of its own: benchmarks/mla.py"
+                return LATENT_FP8
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:

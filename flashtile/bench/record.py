@@ -123,7 +123,9 @@ def _git(commit: str | None) -> dict | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        # What a run writes beside the package is no change
+        changed = git("status", "--porcelain", "--untracked-files=no") or git("status", "--porcelain", "flashtile")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -150,7 +152,7 @@ def _variables() -> dict[str, str]:
 @lru_cache
 def schema() -> dict:
     """The JSON Schema (2020-12) of a document, as it lies in the package beside this file."""
-    return json.loads(Path(__file__).with_name("schema.json").read_text())
+    return json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
 
 
 def problems(document) -> list[str]:

@@ -59,7 +59,7 @@ def html(documents: dict[str, dict], command: str = "flashtile report", say=lamb
         groups.setdefault(plot.group, []).append((Markup(plots.render(plot, "svg").decode()), plot.alt))
     say("writing the page")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=_title(given), summary=_summary(given), tables=shown, groups=groups, roles=plots.ROLES, command=command,
         convention=record.FLOPS_CONVENTION, version=flashtile.__version__,
         provenance="; ".join(dict.fromkeys(plots.provenance(d) for d in given)),

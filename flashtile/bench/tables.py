@@ -1,5 +1,6 @@
 """Tables made from records: of all rows, and the ones that the FlashAttention-2 benchmarking guide asks for."""
 
+import re
 import textwrap
 from dataclasses import dataclass, field, replace
 
@@ -82,11 +83,12 @@ def all_tables(documents) -> list[Table]:
 
 
 def named_apart(things) -> list:
-    """Tables or plots with numbers behind names that come again: the names are ids of a page, and of files."""
+    """Tables or plots with numbers behind names that come again: the names are ids of a page, and of files, and made such."""
     seen, apart = {}, []
     for thing in things:
-        seen[thing.name] = seen.get(thing.name, 0) + 1
-        name = thing.name if seen[thing.name] == 1 else f"{thing.name}-{seen[thing.name]}"
+        plain = re.sub(r"[^\w.-]+", "-", thing.name)
+        seen[plain] = seen.get(plain, 0) + 1
+        name = plain if seen[plain] == 1 else f"{plain}-{seen[plain]}"
         apart.append(replace(thing, name=name))
     return apart
 

@@ -86,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        for stream in (sys.stdout, sys.stderr):
+            # What a terminal's encoding lacks is no reason to end; what replaces a stream may lack this
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         # FlashAttention-4's compiler reads the command line of the process for options of its own, -d among them
         del sys.argv[1:]
     # An option takes a value or none, not both as it likes: `--causal both` is a flag of its own inside.

@@ -107,11 +107,14 @@ class TimingFlags:
 
     def modes(self, also=()) -> list[str]:
         """also: modes that a command has beside MODES."""
-        from flashtile.bench.cases import MODES, parse_choices
+        from flashtile.bench.cases import FORWARD_MODES, MODES, UsageError, parse_choices
 
-        if self.no_grad:
-            return ["fwd"]
-        return ["fwd", "bwd"] if self.mode is None else parse_choices(self.mode, (*MODES, *also), "mode")
+        if self.mode is None:
+            return ["fwd"] if self.no_grad else ["fwd", "bwd"]
+        modes = parse_choices(self.mode, (*MODES, *also), "mode")
+        if self.no_grad and (others := [mode for mode in modes if mode not in FORWARD_MODES]):
+            raise UsageError(f"no-grad: expected no mode with gradients beside it, got --mode {','.join(others)}.")
+        return modes
 
     def modes_and_cases(self, shape: ShapeFlags, dtype: str) -> tuple[list[str], list]:
         """Of a command that also decodes. Where no mode is given, cases over a latent cache are decoded: nothing else takes
@@ -205,12 +208,16 @@ class OutputFlags:
                 raise UsageError(f"{target}: expected a file, got a folder.")
 
     def save(self, report, partial: bool = False) -> None:
-        """Write the files; a partial report goes to files only, not to stdout, and is no baseline.
+        """Write the files; a partial report goes to files only, not to stdout, and is no baseline, nor is one without a time.
 
         It says that it is interrupted: nothing could, once the process is killed.
         """
         document = report.document() | ({"interrupted": True} if partial else {})
-        if self.keep and not partial:
+        whole = not document["interrupted"] and any(result.ok for result in report.results)
+        if self.keep and not partial and not whole:
+            why = "was interrupted" if document["interrupted"] else "has no row with a time"
+            self.console().print(f"--save: not kept as {self.keep!r}, since the run {why}")
+        elif self.keep and not partial:
             from flashtile.bench import record, regress
 
             record.write(str(regress.baseline_path(self.keep, report.device)), record.to_text(document))

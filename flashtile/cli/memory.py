@@ -36,10 +36,9 @@ def memory(
         cases = shape.cases("bf16" if torch_device.type == "cpu" else engine.default_dtype(torch_device), takes=())
         settings = engine.Settings(check=check, roof=False, commit=output.commit)
         printer = show.Printer("memory", console, progress, output)
-        report = measurement.measure_memory(cases, train=train, device=torch_device, settings=settings, listener=printer)
+        report = measurement.measure_memory(cases, train=train, device=torch_device, settings=settings, listener=printer,
+                                            target=there)  # fmt: skip
         limit = there.memory_bytes if there else hardware.detect(torch_device).memory_bytes
-        if there:
-            report.parts["memory"] = measurement.longest(cases[0], report.resolved["modes"][0], there)
     show.memory_table(console, report, limit, there.name if there else "here")
     output.save(report)
     return OK if torch_device.type == "cpu" and not report.interrupted else exit_code(report)

@@ -64,5 +64,6 @@ def scale(
         report.parts["scaling"] = {"kind": kind, "strategy": strategy, "rows": [row.to_json() for row in rows]}
         report.resolved["command"] = "scale"
     show.scaling_table(console, rows, kind)
+    show.reasons(console, report.results)
     output.save(report)
     return exit_code(report, UNCLEAR if output.strict and report.noisy else OK)

@@ -328,7 +328,9 @@ class Grid:
         self.console.print(f"\n[dim]{'case':<{self.label_width}} {'mode':<8}{columns}{versus}[/]")
 
     def subject(self) -> str:
-        return SUBJECT if SUBJECT in self.backends and self.baseline != SUBJECT else self.backends[0]
+        if SUBJECT in self.backends and self.baseline != SUBJECT:
+            return SUBJECT
+        return next((name for name in self.backends if name != self.baseline), self.backends[0])
 
     def line(self, report: Report, case, mode) -> None:
         if not self.started:

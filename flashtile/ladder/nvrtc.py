@@ -37,8 +37,8 @@ def compile_file(path: Path, arch: str, macros: dict) -> Cubin:
         cuda-core's NVRTCError: the source does not compile; it holds the compiler's words.
     """
     core = _cuda("cuda.core")
-    source = path.read_text()
-    included = "".join(header.read_text() for header in sorted(path.parent.glob("*.cuh")))
+    source = path.read_text(encoding="utf-8")
+    included = "".join(header.read_text(encoding="utf-8") for header in sorted(path.parent.glob("*.cuh")))
     key = hashlib.sha256(repr((source, included, arch, sorted(macros.items()))).encode()).hexdigest()
     if key not in _CUBINS:
         options = core.ProgramOptions(

@@ -44,7 +44,7 @@ class Rung:
 
     @property
     def source(self) -> str:
-        return self.path.read_text()
+        return self.path.read_text(encoding="utf-8")
 
 
 def _any_dim(*config):
