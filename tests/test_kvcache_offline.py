@@ -166,7 +166,7 @@ def test_what_is_compiled_ahead_is_what_calls_launch(tmp_path):
 
 
 def test_prefills_on_hopper_compile():
-    """What spills is the producer's, but at head dim 256, which forwards of that spill as well."""
+    """What spills is the producer's, but at head dim 256, which forwards of that spill as well, and of fp8 at a tile's end."""
     rows = run("prefills")
     assert {row["kernel"] for row in rows} == {"append_rows", "plan_cached", "attention_forward"}
     for row in rows:

@@ -18,8 +18,6 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "floa
 MODES = ("fwd", "bwd", "fwd_bwd")
 # One more of run and compare: seqlen_q new tokens over a key-value cache of seqlen_k, with flashtile.attention_with_kvcache
 DECODE = "decode"
-LATENT_HAS_NOT = "decoding over a latent cache has no ALiBi, window or softcap"
-LATENT_FP8 = "a latent cache of fp8 has a layout of its own: benchmarks/mla.py"
 FORWARD_MODES = ("fwd", DECODE)
 _DTYPE_ALIASES = {**{name: name for name in DTYPES}, **{full: name for name, full in DTYPES.items()}}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
@@ -105,10 +103,6 @@ class BenchCase:
                                  self.head_dim_v, self.causal, self.dtype)  # fmt: skip
 
     @property
-    def has_score_options(self) -> bool:
-        return self.alibi or bool(self.softcap) or self.window != (None, None)
-
-    @property
     def has_latent_dims(self) -> bool:
         return (self.head_dim, self.head_dim_v) in ((576, 512), (512, 512))
 
@@ -116,6 +110,15 @@ class BenchCase:
     def latent(self) -> bool:
         """Whether it is a call over a latent cache, of which v is the first part of k: in the mode decode, for `mla_decode`."""
         return self.has_latent_dims and self.num_heads_kv == 1
+
+    @property
+    def latent_refusal(self) -> str | None:
+        """What a latent case has that decoding over its cache has not, or None."""
+        if self.alibi or self.softcap or self.window != (None, None):
+            return "decoding over a latent cache has no ALiBi, window or softcap"
+        if self.dtype == "fp8":
+            return "a latent cache of fp8 has a layout of its own: benchmarks/mla.py"
+        return None
 
     @property
     def torch_dtype(self):

@@ -96,8 +96,9 @@ class _MemoryMeasurement(engine._Measurement):
     def _add(self, case, name, mode, *arguments, **more):
         more["predicted_mem_bytes"] = predicted_bytes(case, name, mode, self.hardware)
         result = super()._add(case, name, mode, *arguments, **more)
-        flags = [" --train"] * (mode != "fwd") + [f' --target "{self.target.name}"' for _ in [self.target] if self.target]
-        result.repro = f"{engine.variables()}flashtile memory {case.flags()}{''.join(flags)}"
+        result.repro = f"{engine.variables()}flashtile memory {case.flags()}" + (" --train" if mode != "fwd" else "")
+        if self.target:
+            result.repro += f' --target "{self.target.name}"'
         return result
 
     def _does_not_fit(self, case, mode):

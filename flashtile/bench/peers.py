@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 import torch
 import torch.nn.functional as F
 
-from flashtile.bench.cases import DECODE, FORWARD_MODES, LATENT_FP8, LATENT_HAS_NOT, UsageError, cu_seqlens
+from flashtile.bench.cases import DECODE, FORWARD_MODES, UsageError, cu_seqlens
 from flashtile.errors import FlashtileError, Unavailable, UnsupportedError
 from flashtile.problem import AttentionProblem, Operands
 
@@ -67,10 +67,8 @@ class Backend:
         if mode == DECODE and (case.varlen or case.dropout):
             return "decoding is measured without dropout and packed sequences"
         if case.latent and mode == DECODE:
-            if case.has_score_options:
-                return LATENT_HAS_NOT
-            if case.dtype == "fp8":
-                return LATENT_FP8
+            if case.latent_refusal:
+                return case.latent_refusal
             if not self.latent:
                 return "measured here with keys and values of their own, not over a latent cache"
             if case.seqlen_k % case.latent_problem().page_size:

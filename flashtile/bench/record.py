@@ -110,6 +110,12 @@ def _flashtile_version() -> str:
     return flashtile.__version__
 
 
+def git(folder, *arguments) -> str:
+    """What git says of a checkout."""
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+
 def _git(commit: str | None) -> dict | None:
     """Commit and dirtiness of the repository that flashtile lies in; None in an installed package."""
     if commit:
@@ -118,14 +124,10 @@ def _git(commit: str | None) -> dict | None:
     if not (root / ".git").exists():
         return None
 
-    def git(*arguments):
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
     try:
         # What a run writes beside the package is no change
-        changed = git("status", "--porcelain", "--untracked-files=no") or git("status", "--porcelain", "flashtile")
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+        changed = git(root, "status", "--porcelain", "--untracked-files=no") or git(root, "status", "--porcelain", "flashtile")
+        return {"commit": git(root, "rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -109,7 +109,7 @@ def _checkout() -> Path | None:
     if _is_kept(ROOT):
         return ROOT
     try:
-        top = Path(_git(".", "rev-parse", "--show-toplevel"))
+        top = Path(record.git(".", "rev-parse", "--show-toplevel"))
     except (OSError, subprocess.SubprocessError):
         return None
     return top if _is_kept(top) else None
@@ -117,7 +117,7 @@ def _checkout() -> Path | None:
 
 def _revision(checkout, name) -> str | None:
     try:
-        return _git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+        return record.git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -125,7 +125,7 @@ def _revision(checkout, name) -> str | None:
 def _is_kept(folder) -> bool:
     """Whether git keeps the flashtile in a folder; an environment inside of a checkout has one that it doesn't."""
     try:
-        _git(folder, "ls-files", "--error-unmatch", "flashtile/__init__.py")
+        record.git(folder, "ls-files", "--error-unmatch", "flashtile/__init__.py")
     except (OSError, subprocess.SubprocessError):
         return False
     return True
@@ -303,15 +303,11 @@ def _key(row) -> tuple | None:
     return BenchCase.from_config(row["config"]), row["mode"]
 
 
-def _git(folder, *arguments) -> str:
-    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30,
-                          check=True).stdout.strip()  # fmt: skip
-
-
 def _commit(folder) -> str | None:
     if not _is_kept(folder):
         return None
     try:
-        return _git(folder, "rev-parse", "HEAD") + ("-dirty" if _git(folder, "status", "--porcelain", "flashtile") else "")
+        changed = record.git(folder, "status", "--porcelain", "flashtile")
+        return record.git(folder, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None

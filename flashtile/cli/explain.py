@@ -119,15 +119,13 @@ def _work(words, flops, num_bytes, problem, device):
 def _describe_latent(case, device):
     """Lines about a decode over a latent cache with pages of 64 tokens, or --page-size: `flashtile.mla.mla_decode`."""
     from flashtile import settings
-    from flashtile.bench.cases import LATENT_FP8, LATENT_HAS_NOT, UsageError
+    from flashtile.bench.cases import UsageError
     from flashtile.errors import UnsupportedError
     from flashtile.mla import plan
     from flashtile.mla.problem import check_queries
 
-    if case.has_score_options:
-        raise UsageError(f"{case.label()}: {LATENT_HAS_NOT}.")
-    if case.dtype == "fp8":
-        raise UsageError(f"{case.label()}: {LATENT_FP8}.")
+    if case.latent_refusal:
+        raise UsageError(f"{case.label()}: {case.latent_refusal}.")
     check_queries(case.seqlen_q, case.num_heads)
     problem = case.latent_problem()
     lengths = [case.seqlen_k] * case.batch

@@ -107,10 +107,10 @@ def _warm_decode(case, device):
 
     from flashtile import attention_with_kvcache
     from flashtile.bench import peers
-    from flashtile.bench.cases import LATENT_FP8, UsageError, make_inputs
+    from flashtile.bench.cases import UsageError, make_inputs
 
-    if case.latent and case.dtype == "fp8":
-        raise UsageError(f"{case.label()}: {LATENT_FP8}.")
+    if case.latent and case.latent_refusal:
+        raise UsageError(f"{case.label()}: {case.latent_refusal}.")
     begin = time.perf_counter()
     q, k, v, _ = make_inputs(case, device)
     if case.latent:

@@ -133,11 +133,15 @@ def test_prefill(head_dim, page_size, poisoned, monkeypatch):
 FP8_PREFILL = replace(PREFILL, new=None, fp8="all", descale=True)
 
 
-def check_fp8_on_hopper(case, monkeypatch):
-    """With queries of fp8 the tensor cores multiply weights in fp8 as well."""
+def take_hopper_alone(monkeypatch):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for sm_90")
     monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+
+
+def check_fp8_on_hopper(case, monkeypatch):
+    """With queries of fp8 the tensor cores multiply weights in fp8 as well."""
+    take_hopper_alone(monkeypatch)
     check_cache(case, torch.bfloat16, "cuda", seed=5, fp8_weights=True)
 
 
@@ -167,9 +171,7 @@ def test_prefill_of_fp8_with(options, head_dim, poisoned, monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prefill_of_fp8_adds_up_in_fp32(head_dim, monkeypatch):
     """Values of mean 1, whose sums do not cancel, in parts of 8192 keys: those of the tensor cores are off by a tenth."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for sm_90")
-    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    take_hopper_alone(monkeypatch)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(1, rows, 2, head_dim, generator=generator, device="cuda") for rows in (64, 131072, 131072))
     q, k, v = q.to(FP8), k.to(FP8), (v + 1).to(FP8)
@@ -183,9 +185,7 @@ def test_prefill_of_fp8_adds_up_in_fp32(head_dim, monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prefill_of_fp8_repeats(head_dim, monkeypatch):
     """A hundred calls, bit by bit; and a head whose descale is 0, as of a head of zeros."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for sm_90")
-    monkeypatch.setenv("FLASHTILE_TIER", "hopper")
+    take_hopper_alone(monkeypatch)
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, 777, heads, head_dim, generator=generator, device="cuda").to(FP8) for heads in (8, 2, 2))
     descale = torch.tensor([[0.0, 1.0], [2.0, 1.0]], device="cuda")
