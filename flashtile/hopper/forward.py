@@ -33,8 +33,8 @@ other pages are copied one by one (GATHERED).
 
 fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
 them. acc is no part of them: acc(i) = acc(i-1) * correction(i-1) + p(i-1) v(i-1), in fp32. fp8.py says why, and how operands
-lie. Where v has more than 128 columns, p v is in products of 64, the first beside the scores, the second under softmax,
-the others behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
+lie. But for v of 128 columns p v is in products of 32 or 64, the first beside the scores, others under softmax, the rest
+behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
 
 Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not
@@ -890,7 +890,7 @@ def _absorb_tile(
     if SEVERAL:
         # Both: beside a product under way there would not be registers for the mask
         raw, done = warpgroup_mma_wait(0, deps=[raw, product[0]])
-        acc = fp8.add(acc, correction, done, 0)
+        acc = fp8.add(acc, correction, (done,), 0)
     else:
         raw = warpgroup_mma_wait(len(product), deps=[raw])
     mbarrier.arrive(ring.k_free.index(slot), count=1)
@@ -913,7 +913,7 @@ def _absorb_tile(
         logits = _hide_some(logits, part, n_tile, lengths, window, variant, MASKED, CUT, HALF_SEEN)
         turned = ring.v_smem.index((step - 1) % variant.V_STAGES)
         if SEVERAL:
-            product = (fp8.start(words, turned, acc, 1),)
+            product = fp8.start_some(words, turned, acc, 1)
         HOLD: gl.constexpr = variant.NUM_CONSUMERS == 2 and score_params.softcap is None and dropout.rng_state is None
         if KEYS < TILE_N:
             state = softmax.relaid(state, logits)
@@ -921,10 +921,10 @@ def _absorb_tile(
                                             variant.FP8)  # fmt: skip
         if KEYS < TILE_N:
             state, p = softmax.widened(state, p, columns.layout_of(TILE_N), True)
-        product = columns.wait(product)
         if variant.FP8:
-            acc = fp8.add(acc, correction, product[0], 1 if SEVERAL else 0)
-            acc = fp8.add_rest(acc, correction, words, turned, 2)
+            acc = fp8.add_rest(acc, correction, product, words, turned, 1 if SEVERAL else 0)
+        else:
+            product = columns.wait(product)
         mbarrier.arrive(ring.v_free.index((step - 1) % variant.V_STAGES), count=1)
         if variant.FP8:
             correction = next_correction
@@ -1031,7 +1031,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
     if variant.FP8:
         # Calls on a cache: where diagonals and edges lie is not known
         gl.static_assert(not HALF_FIRST and not CUT_LAST)
-        no_values = fp8.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV)
+        no_values = fp8.accumulators(ROWS, variant.LIVE_DV)
     else:
         no_values = columns.accumulators(ROWS, variant.BLOCK_DV, variant.LIVE_DV)
     if cap is not None:
@@ -1131,7 +1131,7 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         if variant.FP8:
             # Both: beside a product under way there would not be registers for the first softmax
             raw, done = warpgroup_mma_wait(0, deps=[raw, product[0]])
-            acc = fp8.add(acc, correction, done, 0)
+            acc = fp8.add(acc, correction, (done,), 0)
         else:
             raw = warpgroup_mma_wait(len(product), deps=[raw])
         mbarrier.arrive(ring.k_free.index(slot), count=1, pred=more)
@@ -1142,7 +1142,9 @@ def _compute(out_desc, lse, ring, num_heads, lengths, window, score_params, cap,
         next_state, p = _first(raw, bias, next_part, next_lengths, window, next_slope, next_params, cap, variant, HALF_SEEN)
         if variant.FP8:
             # Before any word of p is written: those are a product's registers (ptxas: C7513)
-            acc = fp8.add_rest(acc, correction, words, ring.v_smem.index(last_step % variant.V_STAGES), 1)
+            if len(acc) > 1:
+                turned = ring.v_smem.index(last_step % variant.V_STAGES)
+                acc = fp8.add_rest(acc, correction, fp8.start_some(words, turned, acc, 1), words, turned, 1)
         p = _as_operand(p, kept, dropout, ring, acc)
         if OWN_OUT:
             tma_store_wait(0)

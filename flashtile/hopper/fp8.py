@@ -16,8 +16,6 @@ from flashtile.device.compat import gl, gluon, reinterpret, warpgroup_mma, warpg
 
 # Weights are 2**TOP at most: e4m3 reaches 448, and has fewer bits below 2**-6
 TOP = gl.constexpr(8)
-# Columns of acc in one product, where there are more than 128: a thread has not the registers for a product of them all
-_COLUMNS = gl.constexpr(64)
 # Registers of a thread in which values are turned
 _TURNED = gl.constexpr(16)
 # The first bytes of four pairs to a word, and their second ones
@@ -28,6 +26,18 @@ _TURN = gl.constexpr(
 _NARROW = gl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
 )
+
+
+@gluon.constexpr_function
+def _columns(live):
+    """Columns of acc in one product, of those that count: a thread has few registers beside acc. By measurement."""
+    return {128: 128, 256: 64}.get(live, 32)
+
+
+@gluon.constexpr_function
+def _together(acc_tensors, columns, first):
+    """How many products are under way together, from number first on: of 32 columns three, if there are as many."""
+    return min(3 if columns == 32 else 1, acc_tensors - first)
 
 
 @gluon.constexpr_function
@@ -109,12 +119,12 @@ def _operand(words, acc):
 
 
 @gluon.jit
-def accumulators(ROWS: gl.constexpr, BLOCK: gl.constexpr, LIVE: gl.constexpr):
+def accumulators(ROWS: gl.constexpr, LIVE: gl.constexpr):
     """Zeros of ROWS rows and the columns that count, in tensors of as many columns as a product has."""
-    COLUMNS: gl.constexpr = BLOCK if BLOCK <= 128 else _COLUMNS
+    COLUMNS: gl.constexpr = _columns(LIVE)
     zeros = gl.zeros([ROWS, COLUMNS], gl.float32, columns.layout_of(COLUMNS, K=32))
     acc = ()
-    for _ in gl.static_range((LIVE + COLUMNS - 1) // COLUMNS):
+    for _ in gl.static_range(LIVE // COLUMNS):
         acc = acc + (zeros,)
     return acc
 
@@ -131,11 +141,21 @@ def start(words, turned, acc, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def add(acc, correction, product, NUMBER: gl.constexpr):
-    """acc, of which one tensor is multiplied with the correction, and its product added."""
+def start_some(words, turned, acc, FIRST: gl.constexpr):
+    """Start p v of acc's tensors from number FIRST on, of as many as can be under way."""
+    products = ()
+    for i in gl.static_range(_together(len(acc), acc[0].shape[1], FIRST)):
+        products = products + (start(words, turned, acc, FIRST + i),)
+    return products
+
+
+@gluon.jit
+def add(acc, correction, products, FIRST: gl.constexpr):
+    """acc, of which the tensors from number FIRST on are multiplied with the correction, and their products added."""
     added = ()
     for i in gl.static_range(len(acc)):
-        if i == NUMBER:
+        if i >= FIRST and i < FIRST + len(products):
+            product = products[i - FIRST]
             added = added + (acc[i] * columns.per_row(correction, product) + product,)
         else:
             added = added + (acc[i],)
@@ -143,9 +163,15 @@ def add(acc, correction, product, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def add_rest(acc, correction, words, turned, FIRST: gl.constexpr):
-    """`add` for the tensors from number FIRST on, one product after the other."""
-    for number in gl.static_range(FIRST, len(acc)):
-        product = warpgroup_mma_wait(0, deps=[start(words, turned, acc, number)])
-        acc = add(acc, correction, product, number)
-    return acc
+def add_rest(acc, correction, products, words, turned, FIRST: gl.constexpr):
+    """`add` for the tensors from number FIRST on, of which the first products are under way."""
+    if len(products) == 1:
+        done = (warpgroup_mma_wait(0, deps=[products[0]]),)
+    else:
+        done = warpgroup_mma_wait(0, deps=products)
+    acc = add(acc, correction, done, FIRST)
+    NEXT: gl.constexpr = FIRST + len(products)
+    if NEXT < len(acc):
+        return add_rest(acc, correction, start_some(words, turned, acc, NEXT), words, turned, NEXT)
+    else:
+        return acc

@@ -148,6 +148,7 @@ def check_fp8_on_hopper(case, monkeypatch):
 @pytest.mark.parametrize("page_size", [None, 16, 64, 256])
 @pytest.mark.parametrize("head_dim", [
     64, 96, 128, 256, (192, 128), (80, 112), (64, 128), 208, (128, 64), (192, 64), (64, 256), 160, (144, 176), (32, 48),
+    (128, 256), (96, 160),
 ], ids=str)  # fmt: skip
 def test_prefill_of_fp8(head_dim, page_size, poisoned, monkeypatch):
     head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
