@@ -537,6 +537,19 @@ def test_private_functions_are_the_two_halves(dropout_p):
     torch.testing.assert_close(row_sums[..., :9], (dout * out).sum(-1).transpose(1, 2).detach())
 
 
+@BOTH
+def test_row_sums_are_of_products_in_fp32(fa):
+    """dout * out may be more than fp16 holds, and has more bits than it."""
+    x = torch.full((1, 128, 1, 16), 300.0).half()
+    options = dict(softmax_scale=0.25, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0)
+    if fa is flash_attn_interface:
+        options |= dict(dropout_p=0.0, alibi_slopes=None, deterministic=False)
+    else:
+        options["is_causal"] = options.pop("causal")
+    row_sums = fa._flash_attn_backward(x, x, x, x, x, torch.zeros(1, 1, 128), dq=None, dk=None, dv=None, **options)
+    assert row_sums.dtype == torch.float32 and (row_sums == 16 * 300.0**2).all()
+
+
 def test_private_varlen_functions_are_the_two_halves():
     q, k, v, cu_q, cu_k = packed(dim=24)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -667,6 +680,9 @@ def test_flags_may_be_numbers():
     q, k, v = tensors()
     assert torch.equal(flashtile.flash_attn_func(q, k, v, causal=1), flashtile.flash_attn_func(q, k, v, causal=True))
     assert torch.equal(flashtile.flash_attn_func(q, k, v, deterministic=0), flashtile.flash_attn_func(q, k, v))
+    for fa in (flash_attn_interface, flash_attn_interface_3):
+        with_probs, without = (fa.flash_attn_func(q, k, v, return_attn_probs=flag) for flag in (1, None))
+        torch.testing.assert_close(with_probs[0], without)
     with_cache = flashtile.flash_attn_with_kvcache
     assert torch.equal(with_cache(q, k, v, causal=1, rotary_interleaved=0), with_cache(q, k, v, causal=True))
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from test_compat import LENGTHS, check, definition, packed, spread, tensors
+from test_compat import BOTH, LENGTHS, check, definition, packed, spread, tensors
 
 import flashtile
 from flashtile.compat import flash_attn_interface as fa3
@@ -264,6 +264,27 @@ def test_a_window_of_all_keys_does_not_move_the_rotation(packed):
 
     assert torch.equal(call(15, 2), call(-1, -1)) and torch.equal(call(1000, 1000), call(-1, -1))
     assert not torch.allclose(call(14, 2), call(-1, -1)) and not torch.allclose(call(15, 1), call(-1, -1))
+
+
+@BOTH
+def test_a_window_of_all_keys_does_not_move_the_rotation_when_compiled(fa):
+    angles, q, new, cache = torch.rand(20, 4) * 3, *torch.randn(2, 1, 3, 2, 16), torch.randn(1, 16, 2, 16)
+
+    def call(*window):
+        return fa.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), k=new, v=new, cache_seqlens=5, window_size=window,
+                                          rotary_cos=angles.cos(), rotary_sin=angles.sin())  # fmt: skip
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for window in ((1000, 1000), (1000, -1), (16, 16), (3, 2), (-1, -1)):
+        torch.testing.assert_close(compiled(*window), call(*window), msg=str(window))
+
+
+@pytest.mark.parametrize("name", ["v_new", "cu_seqlens_k_new", "rotary_sin", "seqlens_rotary"])
+def test_the_private_forward_refuses_what_belongs_to_a_cache(name):
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match=f"{name}: expected None"):
+        fa3._flash_attn_forward(q, k, v, **{name: torch.zeros(3)})
 
 
 def test_kvcache_rows_of_a_page_table():

@@ -119,6 +119,17 @@ def test_rotary_rounds_once_in_half_precision():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_has_second_derivatives(interleaved):
+    """A rotation is linear: its gradient is one more."""
+    x, angles = torch.randn(1, 3, 2, 8, dtype=torch.float64, requires_grad=True), torch.rand(3, 3)
+    second, tables = [], (angles.cos().double(), angles.sin().double())
+    for rotate in (rotary.apply_rotary_emb, rotary.apply_rotary_emb_torch):
+        (first,) = torch.autograd.grad((rotate(x * x, *tables, interleaved) ** 2).sum(), x, create_graph=True)
+        second.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
+    torch.testing.assert_close(*second)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_of_packed_tensors_is_in_place(interleaved):
     """qkv and kv, in (3, heads) and in one row of heads; values stay, keys may have tables of their own."""
     angles, angles_k = torch.rand(2, 6, 4)

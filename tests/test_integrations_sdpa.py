@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import attention as torch_attention
 
-from flashtile import UnsupportedError
+from flashtile import ShapeError, UnsupportedError
 from flashtile.integrations import sdpa
 
 
@@ -90,6 +90,15 @@ def test_dropout_is_the_same_in_both_directions():
     _, _, dv = sdpa.scaled_dot_product_flash_attention_backward(dout, q, k, v, out, lse, None, None, 12, 16, 0.4, False,
                                                                 rng_state, unused)  # fmt: skip
     torch.testing.assert_close(dv, out.transpose(-1, -2) @ dout)
+
+
+def test_pages_need_lengths_and_no_dropout():
+    q, pages, cu = torch.randn(4, 2, 8), torch.randn(2, 4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="dropout_p: expected 0.0 with block_table, got 0.3"):
+        sdpa.flash_attention_forward(q, pages, pages, cu, cu, 4, 4, 0.3, True, False, block_table=table)
+    with pytest.raises(ShapeError, match=r"seqused_k: expected the length of each sequence, \(batch,\), with block_table"):
+        sdpa.flash_attention_forward(q, pages, pages, cu, None, 4, 4, 0.0, True, False, block_table=table)
 
 
 def test_packed_forward_and_backward_with_a_window():

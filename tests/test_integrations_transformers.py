@@ -175,6 +175,13 @@ def test_static_cache_without_a_mask():
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+def test_padded_tokens_get_0_with_a_window_to_both_sides():
+    q, k, v = torch.randn(3, 2, 2, 14, 8).unbind()
+    for x in (q, q.clone().requires_grad_()):
+        out = integration.attention(torch.nn.Identity(), x, k, v, LEFT.bool(), is_causal=False, sliding_window=6)[0]
+        assert (out[~LEFT.bool()] == 0).all() and (out[LEFT.bool()] != 0).all()
+
+
 def test_a_mask_shorter_than_the_sequence_hides_the_rest():
     """As transformers fills it up, with padding."""
     model, logits = MODELS["llama"]().eval(), {}
@@ -265,6 +272,19 @@ def test_a_bias_of_the_scores_is_refused():
     model = transformers.T5EncoderModel._from_config(config, attn_implementation=integration.NAME)
     with pytest.raises(UnsupportedError, match=r"position_bias: expected None, got shape \(1, 4, 14, 14\)"):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: transformers.BloomForCausalLM._from_config(
+        transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), attn_implementation=integration.NAME),
+    lambda: transformers.MPNetModel._from_config(
+        transformers.MPNetConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4),
+        attn_implementation=integration.NAME),
+], ids=["bloom", "mpnet"])  # fmt: skip
+def test_a_model_with_attention_of_its_own_is_refused(make):
+    """They take a mask of scores: with another one causal models were not, and encoders saw padding."""
+    with pytest.raises(UnsupportedError, match="attn_implementation.*models of a .*Config attend by themselves"):
+        make()(TOKENS, attention_mask=torch.ones(2, 14))
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices"])

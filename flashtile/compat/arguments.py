@@ -99,6 +99,12 @@ def check_backward(operands, dout, out, lse, gradients):
             check_like(f"d{name}", x, name, like.shape, like.dtype, q.device)
 
 
+def row_sums(dout, out):
+    """rowsum(dout * out), in the dtype of an lse, of products in it."""
+    dtype = lse_dtype(out.dtype)
+    return torch.linalg.vecdot(dout.to(dtype), out.to(dtype))
+
+
 def default_scale(head_dim):
     """Also of a head dim of 0, which problem.py refuses."""
     return head_dim**-0.5 if head_dim else 1.0

@@ -39,6 +39,7 @@ from flashtile.compat.arguments import (
     padded_rows,
     refusing_gradients,
     renamed,
+    row_sums,
     softcap_of,
     splits_of,
     strided_rows,
@@ -283,13 +284,14 @@ def _flash_attn_forward(
 ):  # fmt: skip
     """One forward pass without autograd; q, and k with v, batched, or packed with their cu_seqlens.
 
-    What belongs to a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos) is `flash_attn_with_kvcache`'s.
+    What belongs to a cache is `flash_attn_with_kvcache`'s (new keys, page_table, kv_batch_idx, leftpad_k, rotary tables).
 
     Returns:
         (out, lse, empty, empty); out_ is written, and returned as out, where it is given.
     """
-    cache = {"k_new": k_new, "page_table": page_table, "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k,
-             "rotary_cos": rotary_cos}  # fmt: skip
+    cache = {"k_new": k_new, "v_new": v_new, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table,
+             "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
+             "seqlens_rotary": seqlens_rotary}  # fmt: skip
     for name, x in cache.items():
         if x is not None:
             raise UnsupportedError(explain(name, "None", shape_of(x), "Call flash_attn_with_kvcache."))
@@ -328,8 +330,8 @@ def _flash_attn_backward(
         for wanted, result in zip((dq, dk, dv), results):
             if wanted is not None:
                 wanted.copy_(result)
-        row_sums = (dout * out).sum(-1, dtype=torch.float32).transpose(-1, -2)
-    return torch.nn.functional.pad(row_sums, (0, -row_sums.shape[-1] % PROBS_BLOCK))
+        sums = row_sums(dout, out).transpose(-1, -2)
+    return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % PROBS_BLOCK))
 
 
 def _window(window_size):
@@ -341,7 +343,7 @@ def _cache_window(window, slots, seqlen_q):
     """A window of `_window` whose sides are None where they are unbounded: queries are rotated by whether there is one."""
     # Without a length kvcache_problem.py refuses the call
     limits = slots - 1, seqlen_q - 1 if is_int(seqlen_q) else None
-    return tuple(None if side is None else _unless_all(side, limit) for side, limit in zip(window, limits))
+    return tuple(None if side is None else _unless_all(side, limit, asks=True) for side, limit in zip(window, limits))
 
 
 def _options(q, softmax_scale, causal, qv, window_size, attention_chunk, softcap, deterministic):
@@ -430,7 +432,7 @@ def _picked_rows(page_table, cache_batch_idx, q, cu_seqlens_q):
 
 
 def _attend(operands, options, head_dim_v, return_lse):
-    result = ops.attention(operands, **options, return_lse=return_lse)
+    result = ops.attention(operands, **options, return_lse=bool(return_lse))
     out, lse = result if return_lse else (result, None)
     if out.shape[-1] != head_dim_v:
         out = out[..., :head_dim_v]

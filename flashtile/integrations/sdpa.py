@@ -24,7 +24,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
 from flashtile import api, ops
-from flashtile.errors import UnsupportedError, explain
+from flashtile.errors import ShapeError, UnsupportedError, explain
 from flashtile.problem import Operands
 
 __all__ = ["disable", "enable"]
@@ -86,6 +86,10 @@ def flash_attention_forward(
     window = _window(window_size_left, window_size_right)
     operands = Operands(query, key, value, cum_seq_q, cum_seq_k, None, seqused_k, alibi_slopes)
     if block_table is not None:
+        if dropout_p > 0:
+            raise UnsupportedError(explain("dropout_p", "0.0 with block_table", dropout_p, "Dropout is for training."))
+        if seqused_k is None and cum_seq_k is None:
+            raise ShapeError(explain("seqused_k", "the length of each sequence, (batch,), with block_table", None))
         lengths = cum_seq_k.diff() if seqused_k is None else seqused_k
         result, lse = api.attention_with_kvcache(
             query, key, value, cache_seqlens=lengths, block_table=block_table, cu_seqlens_q=cum_seq_q, max_seqlen_q=max_q,

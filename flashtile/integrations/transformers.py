@@ -12,7 +12,8 @@ to an encoder. Head dims that are no multiple of 8 are filled with zeros, a copy
 causal or a window. A window counts tokens, not the padding between them, as
 transformers' own flash attention does. Refused: prepared masks of four dims, for what they hide is known to no one; masks that
 a model makes of anything else (images that see themselves, more than one chunk); a bias of the scores; choices of keys, or of
-blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3).
+blocks of them, for each query (DeepSeek-V3.2, MiniMax-M3); models with attention code of their own (Bloom, Mpt, MPNet, RoFormer
+and others), which would take the mask for theirs.
 
 What a model's mask shows holds for all layers that get it, whatever their own arguments say (sliding_window, is_causal): as in
 eager attention, which knows nothing but the mask. position_ids that begin anew are packed sequences also where the mask does
@@ -25,6 +26,7 @@ where a model makes its mask: whole models compile, but not with fullgraph=True.
 cu_seq_lens_q and its kin.
 """
 
+from functools import cache
 from inspect import getclosurevars
 from typing import NamedTuple
 
@@ -111,7 +113,9 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
         is_padded = padding is not None and not padding.is_full
         _check_shape(attention_mask, q, k, is_padded, options["causal"] or options["window"] != (None, None))
         if is_padded:
-            if padding.left is not None and not remembers and not dropout:
+            # Padded queries of other windows would see tokens to their right
+            sees_left = options["causal"] or options["window"] == (None, None)
+            if padding.left is not None and sees_left and not remembers and not dropout:
                 return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options)
             return _attend_without_padding(q, k, v, padding, options | training)
     if cu_seq_lens_q is None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
@@ -150,8 +154,13 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     In a graph None where there is no padding: a graph can't keep what else is known of a mask.
 
     Raises:
-        UnsupportedError: a mask that is not (batch, seqlen), or a mask_function that hides something else.
+        UnsupportedError: a mask that is not (batch, seqlen), a mask_function that hides something else, or a model with
+            attention code of its own, which would take the mask for one of scores.
     """
+    config = kwargs.get("config")
+    if config is not None and _attends_by_itself(type(config)):
+        raise UnsupportedError(explain("attn_implementation", "one that the model has code for", repr(NAME),
+                                       f'Use "eager": models of a {type(config).__name__} attend by themselves.'))  # fmt: skip
     parts = {"causal_mask_function": {}} if mask_function is None else _parts(mask_function)
     _refuse_masks(parts, batch_size, kv_length + kv_offset, kwargs.get("local_size"))
     # Keys of an encoder are all there; of a static cache those up to the last query
@@ -175,6 +184,20 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
         return mask if padded or mask.shape[1] < kv_length else None
     setattr(mask, _SHOWN, _Shown("causal_mask_function" in parts, _window(parts), padded, _packing_of_mask(parts)))
     return mask
+
+
+@torch.compiler.assume_constant_result
+@cache
+def _attends_by_itself(config_class):
+    """Whether a model of transformers itself with this config asks for masks, but not for the attention that goes with them."""
+    from transformers import PreTrainedModel
+
+    classes, models = [PreTrainedModel], set()
+    while classes:
+        classes = [sub for cls in classes for sub in cls.__subclasses__()]
+        models.update(cls for cls in classes if cls.config_class is config_class and cls.__module__.startswith("transformers."))
+    # transformers asks it of a model whose implementation is changed later, but not of one that is made with it
+    return not all(cls._can_set_attn_implementation() for cls in models)
 
 
 class _Shown(NamedTuple):

@@ -49,6 +49,7 @@ from flashtile.compat.arguments import (
     padded_rows,
     refusing_gradients,
     renamed,
+    row_sums,
     softcap_of,
     splits_of,
     strided_rows,
@@ -387,7 +388,7 @@ def _with_cache(q, k_cache, v_cache, capacity, window_size, *, k=None, v=None, s
     caches = padded(k_cache), padded(v_cache)
     result = api.attention_with_kvcache(
         padded(q), *caches, k=padded(k) if appends else k, v=padded(v) if appends else v, block_table=block_table,
-        window=_window(window_size, _slots(k_cache, block_table) if capacity is None else capacity),
+        window=_window(window_size, _slots(k_cache, block_table) if capacity is None else capacity, rotary_cos is not None),
         softmax_scale=_scale(softmax_scale, q), causal=bool(causal), softcap=softcap_of(softcap),
         num_splits=splits_of(num_splits), return_lse=bool(return_lse), rotary_cos=detached(rotary_cos),
         rotary_sin=detached(rotary_sin), alibi_slopes=detached(alibi_slopes), **options,
@@ -416,9 +417,9 @@ def _slots(k_cache, block_table):
     return k_cache.shape[1] * block_table.shape[1] if is_table else k_cache.shape[1]
 
 
-def _window(window_size, seqlen_k):
-    """flash_attn's window in flashtile's words."""
-    return tuple(None if side < 0 else _unless_all(side, seqlen_k) for side in _sides(window_size))
+def _window(window_size, seqlen_k, asks=False):
+    """flash_attn's window in flashtile's words. asks: as for `_unless_all`."""
+    return tuple(None if side < 0 else _unless_all(side, seqlen_k, asks) for side in _sides(window_size))
 
 
 def _sides(window_size):
@@ -432,12 +433,15 @@ def _sides(window_size):
     return sides
 
 
-def _unless_all(side, seqlen_k):
-    """A side of a window; unbounded where it is as long as all keys."""
+def _unless_all(side, seqlen_k, asks):
+    """A side of a window; unbounded where it is as long as all keys.
+
+    asks: in compiled programs too, since it matters whether there is a window: how queries are rotated depends on it.
+    """
     if not isinstance(seqlen_k, (int, torch.SymInt)):
         # No length: problem.py refuses it
         return side
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not asks:
         # In arithmetic: a question would give lengths below the window a graph of their own.
         return min(side + side // max(seqlen_k, 1) * INT32_MAX, INT32_MAX)
     return None if side >= seqlen_k else side
@@ -455,6 +459,7 @@ def _scale(softmax_scale, q):
 
 def _attend(operands, options, head_dim_v, return_attn_probs):
     """One differentiable call. operands may have padded head dims, head_dim_v is without."""
+    return_attn_probs = bool(return_attn_probs)
     with_probs = return_attn_probs and _drops(options)
     if with_probs:
         # The numbers that the call itself sees
@@ -487,7 +492,7 @@ def _forward(operands, options, return_softmax):
 
 @torch.no_grad()
 def _backward(operands, options, dout, out, lse, gradients):
-    """Write the gradients; returns rowsum(dout * out), fp32, in the order of out."""
+    """Write the gradients; returns `row_sums` of dout and out."""
     if options["dropout_p"] > 0 and operands.rng_state is None:
         raise UnsupportedError(explain("rng_state", "what the forward pass returned, with dropout", None))
     if options["dropout_p"] == 0:
@@ -498,7 +503,7 @@ def _backward(operands, options, dout, out, lse, gradients):
     for wanted, result in zip(gradients, results):
         if wanted is not None:
             wanted.copy_(result)
-    return (dout * out).sum(-1, dtype=torch.float32)
+    return row_sums(dout, out)
 
 
 def _flat(options):

@@ -8,7 +8,6 @@ Source: Su et al. 2021, RoFormer, section 3.2.
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from flashtile.checks import check_is_tensor, shape_of
 from flashtile.compat.arguments import check_packed, heads_of_packed, lengths_of, renamed
@@ -191,11 +190,11 @@ class _Rotary(torch.autograd.Function):
             return _rotate_(x, tables, parts, interleaved)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
         tables, parts, interleaved = ctx.arguments
         backwards = tuple((cos, -sin) for cos, sin in tables)
-        return _rotate_(dout.clone(), backwards, parts, interleaved), None, None, None, None
+        # Itself, so that it has derivatives too
+        return _Rotary.apply(dout, backwards, parts, interleaved, False), None, None, None, None
 
 
 def _rotate_(x, tables, parts, interleaved):
