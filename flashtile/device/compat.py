@@ -5,6 +5,7 @@ Kernels take these names from here and nothing that is versioned from Triton its
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -28,6 +29,6 @@ _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 
 __all__ = [
-    "TensorDescriptor", "async_copy", "copy_async", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TensorDescriptor", "async_copy", "builtin", "copy_async", "fence_async_shared", "gl", "gluon", "mbarrier",
     "partition_barrier", "reinterpret", "tma_load", "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

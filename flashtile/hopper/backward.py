@@ -99,6 +99,7 @@ from flashtile.device.dropout import RandomStream, dropout_of
 from flashtile.device.launch import Launches, launch_now
 from flashtile.device.lengths import Lengths, Packing, load_lengths
 from flashtile.device.numerics import LOG2_E, NEG_INF
+from flashtile.device.partitions import specialize
 from flashtile.device.schedule import Order
 from flashtile.device.scores import params_of
 from flashtile.device.tensors import aligned, head_ptr, load_tile, rows_of, store_tile
@@ -661,10 +662,10 @@ def _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, T
 @gluon.jit
 def _follow_turns(
     buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr, AWAITS: gl.constexpr,
+    TILE_N: gl.constexpr, PACKED: gl.constexpr, FIXED_ORDER: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """Where the order is fixed. AWAITS: let the partition of dq add when it is the turn of its tile of keys; else count what
-    it has added, when that is in memory."""
+    """Where the order is fixed. Number 0 lets the partition of dq add when it is the turn of its tile of keys, 1 counts what it
+    has added, when that is in memory."""
     if FIXED_ORDER:
         chain.wait()
         first = 0
@@ -677,7 +678,7 @@ def _follow_turns(
                 tile, head = at_step(walk, i, GROUP_SIZE, FIXED_ORDER)
                 semaphore, rank = _turn(walk, lengths, window, counters, tile, head, num_heads, padded_rows, TILE_M, TILE_N,
                                         PACKED)  # fmt: skip
-                if AWAITS:
+                if NUMBER == 0:
                     mbarrier.wait(barriers.counted.index(slot), _phase(step, TURN_SLOTS) ^ 1)
                     count = _peek(semaphore)
                     while count < rank:
@@ -1219,23 +1220,6 @@ def attention_backward(
                           None, walk_smem, dq_smem)  # fmt: skip
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, None, None,
                             k_done, None, k_free, v_free, walk_ready, walk_free, turn_ready, added, counted)  # fmt: skip
-        gl.warp_specialize([
-            (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
-                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, FIXED_ORDER)),
-            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
-                             PACKED, FIXED_ORDER, 0)),
-            (_compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
-                             TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
-                             PACKED, FIXED_ORDER, 1)),
-            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
-                     HALVES, Q_STAGES, DOUT_STAGES, FIXED_ORDER)),
-            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, FIXED_ORDER, True)),
-            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, FIXED_ORDER, False)),
-        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         p_smem = gl.allocate_shared_memory(dtype, [DSCORES_STAGES, 64, TILE_M], p_layout)
         p_ready = allocate_barriers(DSCORES_STAGES, 1)
@@ -1248,22 +1232,24 @@ def attention_backward(
         barriers = Barriers(k_ready, v_ready, q_ready, q_free, dout_ready, dout_free, dscores_ready, dscores_free, p_ready,
                             p_free, k_done, v_done, k_free, v_free, walk_ready, walk_free, turn_ready, added,
                             counted)  # fmt: skip
-        gl.warp_specialize([
-            (_reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
-                          GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, FIXED_ORDER)),
-            (_compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE, TILE_M,
-                           BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED,
-                           FIXED_ORDER)),
-            (_compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M, BLOCK_D,
-                           BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED)),
-            (_load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
-                     lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M,
-                     HALVES, Q_STAGES, DOUT_STAGES, FIXED_ORDER)),
-            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, FIXED_ORDER, True)),
-            (_follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
-                             PACKED, FIXED_ORDER, False)),
-        ], [4, 4, 1, 1, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    specialize([
+        (1, _reduce_dq, (dq_sum, dq_desc, buffers, barriers, lengths, window, score_params.scale, num_heads, padded_rows,
+                         GROUP_SIZE, TILE_M, TILE_N, BLOCK_D, LIVE_D, DSCORES_STAGES, PACKED, FIXED_ORDER), 4, REGISTERS),
+        (2 if BY_ROWS else 0, _compute_rows, (dk_desc, dv_desc, buffers, barriers, lengths, window, score_params, dropout,
+                                              num_heads, GROUP_SIZE, TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES,
+                                              DOUT_STAGES, DSCORES_STAGES, RAGGED_N, PACKED, FIXED_ORDER), 4, REGISTERS),
+        (not BY_ROWS, _compute_dv, (dv_desc, buffers, barriers, lengths, window, score_params, dropout, num_heads, GROUP_SIZE,
+                                    TILE_M, BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, RAGGED_N,
+                                    PACKED, FIXED_ORDER), 4, REGISTERS),
+        (not BY_ROWS, _compute_dk, (dk_desc, buffers, barriers, lengths, score_params.scale, dropout, GROUP_SIZE, TILE_M,
+                                    BLOCK_D, BLOCK_DV, LIVE_D, LIVE_DV, Q_STAGES, DOUT_STAGES, DSCORES_STAGES, PACKED), 4,
+         REGISTERS),
+        (1, _load, (q_desc, dout_desc, k_desc, v_desc, neg_lse_desc, neg_delta_desc, buffers, barriers, counters, order, table,
+                    lengths, window, num_heads, splits, query_parts, padded_rows, GROUP_SIZE, LIVE_D, LIVE_DV, TILE_M, HALVES,
+                    Q_STAGES, DOUT_STAGES, FIXED_ORDER), 1, LOAD_REGISTERS),
+        (2, _follow_turns, (buffers, barriers, lengths, window, counters, num_heads, padded_rows, GROUP_SIZE, TILE_M, TILE_N,
+                            PACKED, FIXED_ORDER), 1, LOAD_REGISTERS),
+    ])  # fmt: skip
 
 
 @triton.jit

@@ -80,6 +80,7 @@ from flashtile.device.dropout import RandomStream
 from flashtile.device.lengths import Lengths
 from flashtile.device.masks import Window
 from flashtile.device.numerics import NEG_INF
+from flashtile.device.partitions import specialize
 from flashtile.device.schedule import Order
 from flashtile.device.scores import ScoreParams
 from flashtile.device.tensors import per_head
@@ -1282,134 +1283,18 @@ def attention_forward(
     if parts is not None:
         out_heads = out_heads * parts
     rows = LseRows(lse, lse_stride, lse_apart, out_heads)
-    # The lists are written out: a tuple bound to a name loses what is constexpr in it.
-    if variant.FP8 and NUM_CONSUMERS == 3 and VALUES_APART:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_turn_values, (ring, lengths, variant)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
-        ], [4, 4, TURN_WARPS, LOAD_WARPS, LOAD_WARPS],
-            [REGISTERS, REGISTERS, TURN_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif variant.FP8 and NUM_CONSUMERS == 3:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_turn_values, (ring, lengths, variant)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-        ], [4, 4, TURN_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, TURN_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif variant.FP8 and VALUES_APART:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_turn_values, (ring, lengths, variant)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
-        ], [4, TURN_WARPS, LOAD_WARPS, LOAD_WARPS], [REGISTERS, TURN_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif variant.FP8:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_turn_values, (ring, lengths, variant)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-        ], [4, TURN_WARPS, LOAD_WARPS], [REGISTERS, TURN_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 2 and VALUES_APART:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
-        ], [4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 2:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-        ], [4, LOAD_WARPS], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 3 and VALUES_APART:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
-        ], [4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 3 and pages is None:
-        gl.warp_specialize([
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
-    elif NUM_CONSUMERS == 3:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-        ], [4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    elif VALUES_APART:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        3)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-            (_load_apart, (v_desc, ring, pages, lengths, num_heads, variant)),
-        ], [4, 4, 4, LOAD_WARPS, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        0)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        1)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        2)),
-            (_compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout, descales, variant,
-                        3)),
-            (_load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths, window,
-                     parts, variant)),
-        ], [4, 4, 4, LOAD_WARPS], [REGISTERS, REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    # Three consumers of 16 bits: the warps that load get the registers that are left
+    LOAD_FIRST: gl.constexpr = NUM_CONSUMERS == 3 and pages is None and not variant.FP8
+    specialize([
+        (LOAD_FIRST, _load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths,
+                             window, parts, variant), LOAD_WARPS, LOAD_REGISTERS),
+        (NUM_CONSUMERS, _compute, (out_desc, rows, ring, num_heads, lengths, window, score_params, cap, sinks, dropout,
+                                   descales, variant), 4, REGISTERS),
+        (variant.FP8, _turn_values, (ring, lengths, variant), TURN_WARPS, TURN_REGISTERS),
+        (not LOAD_FIRST, _load, (q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, ring, counter, order, table, pages, lengths,
+                                 window, parts, variant), LOAD_WARPS, LOAD_REGISTERS),
+        (VALUES_APART, _load_apart, (v_desc, ring, pages, lengths, num_heads, variant), LOAD_WARPS, LOAD_REGISTERS),
+    ])  # fmt: skip
 
 
 def launch(problem, config, operands):

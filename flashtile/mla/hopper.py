@@ -56,6 +56,7 @@ from flashtile.device.compat import (
 )
 from flashtile.device.merge import LSE_COPIES
 from flashtile.device.numerics import LOG2_E, NEG_INF
+from flashtile.device.partitions import specialize
 from flashtile.mla import cache, order, portable, schedule
 
 ROWS = gl.constexpr(64)
@@ -924,24 +925,15 @@ def decode(
         allocate_barriers(4, 1), allocate_barriers(2, 1), allocate_barriers(2, 1), chunk_smem,
     )  # fmt: skip
     scale_log2 = softmax_scale * LOG2_E
-    if latent_desc is None:
-        gl.warp_specialize([
-            (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
-                        SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
-            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
-                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
-                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
-        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
-                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 0)),
-            (_compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows,
-                        num_heads, seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS, 1)),
-            (_produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part, TILES_PER_PAGE,
-                        SEQUENCES_PER_LENGTH, ROPE, PREFETCH)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    # What gathers tokens has the registers that are left
+    specialize([
+        (latent_desc is None, _produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part,
+                                         TILES_PER_PAGE, SEQUENCES_PER_LENGTH, ROPE, PREFETCH), 4, LOAD_REGISTERS),
+        (2, _compute, (out_desc, lse, partial_out, partial_lse, sinks, ring, lengths, max_length, part, num_rows, num_heads,
+                       seqlen_q, scale_log2, SEQUENCES_PER_LENGTH, IS_CAUSAL, ROPE, LSE_WITH_SINKS), 4, REGISTERS),
+        (latent_desc is not None, _produce, (q_desc, q_rope_desc, latent_desc, rope_desc, ring, keys, lengths, max_length, part,
+                                             TILES_PER_PAGE, SEQUENCES_PER_LENGTH, ROPE, PREFETCH), 1, LOAD_REGISTERS),
+    ])  # fmt: skip
 
 
 def refuses(problem, device) -> str | None:
