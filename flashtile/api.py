@@ -151,8 +151,8 @@ def attention_with_kvcache(
         index tensors are checked where that needs no wait for the device (CPU tensors), and everywhere with
         FLASHTILE_DEBUG=1, which says which sequence is wrong. Else a length is limited to the cache's size, packed queries to
         those that are there, new keys past the cache's size or on pages that don't exist are not written, a page or row that
-        does not exist is read as the nearest one, and a rotary position as the nearest row: the result of that sequence means
-        nothing, that of others stays right.
+        does not exist is read as the nearest one, and a rotary position as the nearest row: the result of that sequence (and of
+        those that share rows with it where cu_seqlens_k_new falls) means nothing, that of others stays right.
         UnsupportedError: no tier takes the call, or a tensor requires a gradient; lists each refusal.
     Source: Dao et al. 2023, Flash-Decoding for long-context inference; Kwon et al. 2023, PagedAttention.
     """

@@ -218,6 +218,16 @@ class AttentionProblem(CallShape):
         return 1 / (1 - self.dropout_threshold / 2**DROPOUT_BITS)
 
     @property
+    def longest_q(self) -> int:
+        """Queries of a sequence, at most: of a packed one not more than of all together, whatever max_seqlen_q says."""
+        return min(self.seqlen_q, self.total_q) if self.varlen else self.seqlen_q
+
+    @property
+    def longest_k(self) -> int:
+        """Keys of a sequence, as `longest_q`."""
+        return min(self.seqlen_k, self.total_k) if self.varlen else self.seqlen_k
+
+    @property
     def mean_queries(self) -> int:
         """Of a sequence, and one at least."""
         return max(1, -(-self.total_q // max(self.batch, 1)) if self.varlen else self.seqlen_q)
@@ -229,7 +239,7 @@ class AttentionProblem(CallShape):
         Packed sequences count as if all had the geometric mean of their mean and their longest length: most queries are those
         of long ones.
         """
-        queries, keys = self.seqlen_q, self.seqlen_k
+        queries, keys = self.longest_q, self.longest_k
         if self.varlen:
             batch = max(self.batch, 1)
             queries, keys = math.sqrt(self.total_q / batch * queries), math.sqrt(self.total_k / batch * keys)

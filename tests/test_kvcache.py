@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile import dispatch, hardware, kvcache_ops, tiles
+from flashtile import dispatch, hardware, kvcache_ops, kvcache_problem, tiles
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem
 from flashtile.reference import kvcache as reference_kvcache
@@ -92,7 +92,7 @@ def test_keys_far_below_the_largest_count_over_fp8(above, monkeypatch):
 
 @pytest.mark.parametrize(("changes", "tier"), [
     ({}, "hopper"), ({"capacity": 131072}, "hopper"), ({"head_dim": 72, "head_dim_v": 72}, "portable"),
-    ({"head_dim": 192, "head_dim_v": 192}, "hopper"), ({"head_dim": 192}, "hopper"), ({"head_dim_v": 256}, "portable"),
+    ({"head_dim": 192, "head_dim_v": 192}, "hopper"), ({"head_dim": 192}, "hopper"), ({"head_dim_v": 256}, "hopper"),
     ({"head_dim": 80, "head_dim_v": 112}, "hopper"), ({"page_size": 16}, "hopper"), ({"page_size": 7}, "portable"),
     ({"dtype": torch.bfloat16}, "portable"), ({"num_splits": 2}, "portable"),
     ({"rotary_dim": 32, "seqlen_new": 4}, "portable"), ({"seqlen_q": 1}, "portable"), ({"unaligned": True}, "portable"),
@@ -321,6 +321,48 @@ def test_fp8_keys_that_a_rotation_makes_too_large_are_limited():
     flashtile.attention_with_kvcache(torch.ones(1, 1, 2, 16), k_cache, v_cache, k=new, v=new, cache_seqlens=3,
                                      rotary_cos=eighth.cos(), rotary_sin=eighth.sin())  # fmt: skip
     assert k_cache[0, 3].float().unique().tolist() == [0, 448]
+
+
+@pytest.mark.parametrize("tier", ["reference", "portable"])
+def test_values_are_not_rotated_where_they_are_the_keys(tier, monkeypatch):
+    monkeypatch.setenv("FLASHTILE_TIER", tier)
+    new, (k_cache, v_cache), angles = torch.randn(1, 1, 2, 16), torch.zeros(2, 1, 8, 2, 16), torch.rand(8, 8) + 1
+    flashtile.attention_with_kvcache(torch.ones(1, 1, 2, 16), k_cache, v_cache, k=new, v=new, cache_seqlens=3,
+                                     rotary_cos=angles.cos(), rotary_sin=angles.sin())  # fmt: skip
+    assert torch.equal(v_cache[0, 3], new[0, 0]) and not torch.allclose(k_cache[0, 3], new[0, 0])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_descale_of_0_leaves_zeros_of_a_key(device):
+    """amax / 448 of a head of zeros: 0 / 0 would be nan."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    caches = torch.ones(2, 1, 8, 2, 16, device=device).to(torch.float8_e4m3fn)
+    q, new = torch.ones(1, 1, 2, 16, device=device).half(), torch.zeros(1, 1, 2, 16, device=device).half()
+    descale = torch.tensor([[0.0, 1.0]], device=device)
+    out = flashtile.attention_with_kvcache(q, *caches, k=new, v=new, cache_seqlens=3, k_descale=descale, v_descale=descale)
+    assert (caches[:, 0, 3].float() == 0).all()
+    assert (out[0, 0, 0] == 0).all() and (out[0, 0, 1] > 0.9).all()
+
+
+@pytest.mark.parametrize(("starts", "lengths", "written"), [
+    ((0, 2, 4, 8), (2, 2, 0), {1: [0, 0, 1, 2], 2: [0, 0, 3, 4], 3: [5, 6, 7, 8], 4: [0] * 4}),
+    # falling: rows of two sequences, and of none
+    ((0, 4, 2, 6), (0, 4, 0), {2: [0] * 4, 4: [0] * 4}),
+    ((3, 4, 4, 4), (3, 0, 0), {1: [0, 0, 0, 4], 2: [0] * 4, 3: [0] * 4, 4: [0] * 4}),
+])  # fmt: skip
+def test_new_keys_of_wrong_starts_stay_on_their_own_pages(starts, lengths, written, monkeypatch):
+    """A page behind a sequence's length may be another request's; values of index tensors that a GPU does not look at."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setattr(kvcache_problem, "values_readable", lambda q: False)
+    # Of nobody here: 0 and 5
+    table = torch.tensor([[1, 0, 0, 0], [2, 0, 0, 0], [3, 4, 0, 0]], dtype=torch.int32)
+    pages, new = torch.zeros(2, 6, 4, 1, 16), torch.arange(1.0, 9)[:, None, None].expand(8, 1, 16).contiguous()
+    flashtile.attention_with_kvcache(torch.randn(3, 1, 1, 16), *pages, k=new, v=new, cache_seqlens=_ints(*lengths),
+                                     block_table=table, cu_seqlens_k_new=_ints(*starts))  # fmt: skip
+    for cache in pages[..., 0, 0]:
+        assert (cache[[0, 5]] == 0).all() and {page: cache[page].tolist() for page in written} == written
 
 
 def test_fixed_splits_do_not_depend_on_the_batch(monkeypatch):

@@ -7,6 +7,8 @@ import pytest
 import torch
 from cases import CASES, named
 
+import flashtile
+
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the same cases run compiled, in tests/gpu"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -47,6 +49,21 @@ def test_keys_in_parts(name, cut_keys, poisoned):
 @pytest.mark.parametrize("name", ["causal", "gqa", "window_both", "varlen_cross_causal", "alibi_batch_causal"])
 def test_tail_of_half(name, tail_of_half, poisoned):
     checks.check_attention(named(name)[0], torch.float32)
+
+
+@pytest.mark.parametrize("longest", [64, 2**31 - 1])
+def test_a_loose_max_seqlen_costs_nothing(longest, monkeypatch, poisoned):
+    """No packed sequence is longer than all together: neither grids nor what slopes add up follow what was promised beyond."""
+    from flashtile.device import schedule
+
+    grids, grid_of = [], schedule.grid_of
+    monkeypatch.setattr(schedule, "grid_of", lambda *arguments: grids.append(grid_of(*arguments)) or grids[-1])
+    qkv, slopes = [torch.randn(64, 2, 16, requires_grad=True) for _ in range(3)], torch.rand(2, requires_grad=True)
+    cu = torch.tensor([0, 40, 64], dtype=torch.int32)
+    out = flashtile.attention_varlen(*qkv, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
+                                     causal=True, alibi_slopes=slopes)  # fmt: skip
+    out.sum().backward()
+    assert out.isfinite().all() and slopes.grad.isfinite().all() and len(grids) > 3 and max(map(max, grids)) <= 4
 
 
 def test_infinite_sink(poisoned):

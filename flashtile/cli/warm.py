@@ -90,7 +90,7 @@ def _compile_decode(case, target):
     from flashtile.cli.explain import find_target
     from flashtile.problem import check_head_dims
 
-    if case.has_latent_dims:
+    if case.latent:
         raise UsageError("target: expected none for a latent cache; its kernels are warmed on the GPU that they are for.")
     check_head_dims(q=case.head_dim, v=case.head_dim_v)
     begin = time.perf_counter()

@@ -30,14 +30,17 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def _find(cu_seqlens, row, num_sequences, seqlen, BATCH_BLOCK: tl.constexpr):
-    """(sequence, place in it) of a row of packed or batched tensors; sequence num_sequences for a row behind the last."""
+    """(sequence, place in it) of a row of packed or batched tensors; sequence num_sequences for a row behind the last.
+
+    A place below 0: cu_seqlens do not rise, and the row is of no sequence.
+    """
     if cu_seqlens is None:
         return row // seqlen, row % seqlen
     else:
         sequences = tl.arange(0, BATCH_BLOCK)
         stops = tl.load(cu_seqlens + 1 + sequences, mask=sequences < num_sequences, other=2**31 - 1)
-        before = stops <= row
-        return tl.sum(before.to(tl.int32), 0), row - tl.max(tl.where(before, stops, 0), 0)
+        sequence = tl.sum((stops <= row).to(tl.int32), 0)
+        return sequence, row - tl.load(cu_seqlens + sequence)
 
 
 @triton.jit
@@ -71,8 +74,10 @@ def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, 
     """A token's heads to its slot. CONVERT: into fp8, divided by the descale of each head."""
     if CONVERT:
         if descale.ptr is not None:
-            x = x / tl.load(per_head_ptr(descale, batch, heads), mask=heads < num_heads, other=1.0)[:, None]
-        x = tl.minimum(tl.maximum(x, -FP8_MAX), FP8_MAX)
+            # Of a head of zeros it may be 0
+            scale = tl.load(per_head_ptr(descale, batch, heads), mask=heads < num_heads, other=1.0)
+            x = x / tl.where(scale == 0, 1.0, scale)[:, None]
+        x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     ptr = x_cache.ptr + page.to(tl.int64) * x_cache.batch_stride + place.to(tl.int64) * x_cache.row_stride
     ptrs = ptr + heads[:, None] * x_cache.head_stride + tl.arange(0, BLOCK_DIM)[None, :]
     tl.store(ptrs, x.to(x_cache.ptr.dtype.element_ty), mask=mask)
@@ -107,11 +112,12 @@ def append_rows(
             slot = slots.before + place
             position = slot
             if rotary.seqlens is not None:
-                position = tl.load(rotary.seqlens + batch) + place
+                position = tl.load(rotary.seqlens + batch).to(tl.int64) + place
             x_row = row.to(tl.int64)
             if layout.cu_seqlens_k_new is None:
                 x_row = place.to(tl.int64)
-            inside = slot < layout.capacity
+            # No more than it has, or they would lie on pages of others
+            inside = (place >= 0) & (slot < slots.stop)
             if PAGE_SIZE == 0:
                 page = batch
                 if layout.cache_batch_idx is not None:
@@ -140,7 +146,7 @@ def append_rows(
             if rotary.seqlens is None:
                 position = cache.load_slots(layout, batch, batch < num_sequences).before
             else:
-                position = tl.load(rotary.seqlens + batch)
+                position = tl.load(rotary.seqlens + batch).to(tl.int64)
             if MOVES:
                 position += place
             x_row = row_q.to(tl.int64)

@@ -287,7 +287,7 @@ def dslopes_of_tiles(problem, config):
 
     Zeros, since sequences may have fewer tiles than the longest.
     """
-    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    num_tiles = triton.cdiv(problem.longest_q, config.tile_m)
     return fresh((problem.batch, problem.num_heads, num_tiles), torch.float32, zeros=True)
 
 
@@ -324,7 +324,7 @@ def _start(problem, configs, launch, *tensors):
 def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, launch=launch_now):
     """Write delta, of the shape of lse. The outputs of this and the next two functions are made where they are not given."""
     delta = _allocate_like(lse, problem) if delta is None else delta
-    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    num_tiles = triton.cdiv(problem.longest_q, config.tile_m)
     arguments = (
         rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
         common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
@@ -344,7 +344,7 @@ def launch_dkdv(problem, config, common, operands, lse, delta, dout, outputs=Non
         outputs = *(_allocate_like(x, problem) for x in operands[1:3]), *parts
     dk, dv, dk_parts, dv_parts = outputs
     written = (dk, dv) if dk_parts is None else (dk_parts, dv_parts)
-    num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
+    num_tiles = triton.cdiv(problem.longest_k, config.tile_n)
     arguments = (
         *_inputs(operands, lse, delta, dout), *map(rows_of, written), common.packing, common.window, common.score_params,
         common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
@@ -364,7 +364,7 @@ def launch_dq(problem, config, common, operands, lse, delta, dout, dq=None, dslo
     """Write dq, of the shape of q, contiguous, or where dslopes is given that alone. Returns dq."""
     if dq is None and dslopes is None:
         dq = _allocate_like(operands.q, problem)
-    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    num_tiles = triton.cdiv(problem.longest_q, config.tile_m)
     arguments = (
         *_inputs(operands, lse, delta, dout), None if dq is None else rows_of(dq), dslopes, common.packing, common.window,
         common.score_params, common.dropout, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,

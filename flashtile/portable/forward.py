@@ -132,7 +132,7 @@ def bind(problem, config):
     launches = Launches(partial(_start, problem, config))
     # Packed rows may belong to no sequence.
     allocate = forward_outputs(problem, cleared=problem.varlen)
-    is_empty = 0 in (problem.seqlen_q, problem.num_heads, problem.batch)
+    is_empty = 0 in (problem.longest_q, problem.num_heads, problem.batch)
 
     def call(operands):
         out, lse = allocate(operands.q)
@@ -146,7 +146,7 @@ def bind(problem, config):
 def _start(problem, config, launch, *tensors):
     *operands, out, lse = tensors
     operands = Operands(*operands)
-    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    num_tiles = triton.cdiv(problem.longest_q, config.tile_m)
     packing, window, score_params, dropout, shapes = common_arguments(problem, operands, config.narrow)
     arguments = (
         rows_of(operands.q), rows_of(operands.k), rows_of(operands.v), rows_of(out), rows_of(lse, lse=True), packing, window,

@@ -71,13 +71,16 @@ def append(operands, problem, before, stops):
     for b, (old, stop) in enumerate(zip(before, stops, strict=True)):
         slots = torch.arange(old, stop, device=operands.q.device)
         position = _begin(operands, before, b) + slots - old
-        for x, cache, descale in ((operands.k, operands.k_cache, operands.k_descale),
-                                  (operands.v, operands.v_cache, operands.v_descale)):  # fmt: skip
+        for x, cache, descale, rotates in ((operands.k, operands.k_cache, operands.k_descale, problem.rotary_dim > 0),
+                                           (operands.v, operands.v_cache, operands.v_descale, False)):  # fmt: skip
             new = (x[b] if operands.cu_seqlens_k_new is None else x[_rows(operands.cu_seqlens_k_new, b)])[: stop - old]
-            if x is operands.k and operands.rotary_cos is not None:
+            if rotates:
                 new = rotate(new.to(wide_dtype(problem.out_dtype)), operands, problem, position)
             if cache.dtype == FP8:
-                new = new.float() if descale is None or x.dtype == FP8 else new.float() / descale[b][:, None]
+                new = new.float()
+                if descale is not None and x.dtype != FP8:
+                    # Of a head of zeros it may be 0
+                    new = new / torch.where(descale[b] == 0, 1.0, descale[b])[:, None]
                 # Also what a rotation made larger: older torch gives nan there, a GPU the limit
                 limit = torch.finfo(FP8).max
                 new = new.clamp(-limit, limit)
