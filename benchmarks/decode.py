@@ -3,9 +3,9 @@
     python benchmarks/decode.py OUT.json [--fp8] [--commit HASH] [--rounds 7]
 
 One query token a sequence, head dim 128 unless a row says another, bf16, random data. Every call is replayed from a CUDA graph
-with a cold L2 cache; all implementations of a row take turns in rounds, and a row has the medians. TB/s counts the bytes of
-the keys and values in use. Lines that FlashAttention-3 and -4 ask the cache to keep are given up before each turn
-(`measure.demote_kept_lines`): else the others find some of the keys and values that they share with them in it.
+with a cold L2 cache; all implementations of a row take turns, each round in another order, and a row has the medians. TB/s
+counts the bytes of the keys and values in use. Lines that FlashAttention-3 and -4 ask the cache to keep are given up before
+each turn (`measure.demote_kept_lines`): else the others find some of the keys and values that they share with them in it.
 FlashAttention-4 has no call for caches here: it is given the keys and values as such. A peer that fails is left out of its row.
 
 --fp8: caches of e4m3, beside flashtile's of bf16. FlashAttention-3 is given queries of e4m3 too: it takes no others there.
@@ -13,6 +13,7 @@ FlashAttention-4 has no call for caches here: it is given the keys and values as
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -187,12 +188,13 @@ def all_captured(functions):
 
 
 def medians(functions, rounds):
-    """{name: median µs} of functions that take turns."""
-    times = {name: [] for name in functions}
+    """{name: median µs} of functions that take turns, each round in another order: heat of the one before takes clocks."""
+    times, order, shuffle = {name: [] for name in functions}, list(functions), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, function in functions.items():
+        shuffle(order)
+        for name in order:
             measure.demote_kept_lines()
-            times[name].append(1e3 * do_bench(function, warmup=2, rep=15, return_mode="median"))
+            times[name].append(1e3 * do_bench(functions[name], warmup=2, rep=15, return_mode="median"))
     return {name: round(statistics.median(values), 2) for name, values in times.items()}
 
 

@@ -3,9 +3,9 @@
     python benchmarks/prefill.py OUT.json [--commit HASH] [--rounds 7]
 
 Random data, all keys of a cache in use, causal unless a row says another. Timed as decode.py does: every call from a CUDA
-graph, a cold L2, all implementations of a row in turns, medians. TFLOP/s counts the products of visible pairs. error: root mean
-square of out minus what float64 gives from the same fp8 numbers, relative to it, of the last 256 queries of one head;
-error_of_mean_1: where values have the mean 1, so that errors of their sums do not cancel.
+graph, a cold L2, all implementations of a row in turns, each round in another order, medians. TFLOP/s counts the products of
+visible pairs. error: root mean square of out minus what float64 gives from the same fp8 numbers, relative to it, of the last
+256 queries of one head; error_of_mean_1: where values have the mean 1, so that errors of their sums do not cancel.
 """
 
 import sys
