@@ -5,6 +5,7 @@ of each gradient may be twice that of eager (Llama: SDPA) in bf16.
 """
 
 import copy
+import warnings
 from itertools import product
 from types import SimpleNamespace
 
@@ -285,6 +286,28 @@ def test_a_model_with_attention_of_its_own_is_refused(make):
     """They take a mask of scores: with another one causal models were not, and encoders saw padding."""
     with pytest.raises(UnsupportedError, match="attn_implementation.*models of a .*Config attend by themselves"):
         make()(TOKENS, attention_mask=torch.ones(2, 14))
+
+
+def test_what_attends_by_itself_is_known_by_its_models():
+    """Of a class of configs made from another one too; not before a model is loaded, and not without its source."""
+    derived = type("Derived", (transformers.BloomConfig,), {})
+    assert transformers.BloomModel and transformers.LlamaModel
+    assert integration._attends_by_itself(derived) and not integration._attends_by_itself(transformers.LlamaConfig)
+    unknown = type("Unknown", (transformers.PretrainedConfig,), {})
+    assert not integration._attends_by_itself(unknown) and unknown not in integration._BY_THEMSELVES
+    assert not integration._has_code_of_its_own(type("Frozen", (), {"__module__": "sys"}))
+
+
+def test_a_mask_is_made_in_a_graph():
+    """The look at models is none of the graph's, which would warn of it, or break there."""
+    integration._BY_THEMSELVES.clear()
+    torch._dynamo.reset()
+    config = transformers.LlamaConfig(**SMALL)
+    compiled = torch.compile(lambda x: x * (integration.padding_mask(2, 14, 14, config=config) is None), backend="aot_eager",
+                             fullgraph=True)  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(compiled(torch.ones(3)), torch.ones(3))
 
 
 @pytest.mark.parametrize("name", ["indices", "block_indices"])

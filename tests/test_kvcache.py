@@ -347,8 +347,9 @@ def test_a_descale_of_0_leaves_zeros_of_a_key(device):
 
 @pytest.mark.parametrize(("starts", "lengths", "written"), [
     ((0, 2, 4, 8), (2, 2, 0), {1: [0, 0, 1, 2], 2: [0, 0, 3, 4], 3: [5, 6, 7, 8], 4: [0] * 4}),
-    # falling: rows of two sequences, and of none
+    # falling: rows of two sequences, and of one whose number is not that of the starts before it
     ((0, 4, 2, 6), (0, 4, 0), {2: [0] * 4, 4: [0] * 4}),
+    ((0, 4, 6, 2), (0, 0, 0), {1: [1, 2, 3, 4], 2: [5, 6, 0, 0], 3: [0] * 4}),
     ((3, 4, 4, 4), (3, 0, 0), {1: [0, 0, 0, 4], 2: [0] * 4, 3: [0] * 4, 4: [0] * 4}),
 ])  # fmt: skip
 def test_new_keys_of_wrong_starts_stay_on_their_own_pages(starts, lengths, written, monkeypatch):

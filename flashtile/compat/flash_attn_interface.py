@@ -317,7 +317,8 @@ def _flash_attn_backward(
     """One backward pass without autograd, batched or packed; dq, dk and dv are written where they are given.
 
     Returns:
-        rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128) or (num_heads, total_q rounded up to 128).
+        rowsum(dout * out), fp32 (fp64 for fp64), (batch, num_heads, seqlen_q rounded up to 128) or (num_heads, total_q
+        rounded up to 128).
     """
     operands = Operands(*strided_rows(q, k, v), cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)
     options = _options(q, softmax_scale, is_causal, None, (window_size_left, window_size_right), 0, softcap, deterministic)

@@ -30,17 +30,18 @@ class Rotary(NamedTuple):
 
 @triton.jit
 def _find(cu_seqlens, row, num_sequences, seqlen, BATCH_BLOCK: tl.constexpr):
-    """(sequence, place in it) of a row of packed or batched tensors; sequence num_sequences for a row behind the last.
+    """(sequence, place in it) of a row of packed or batched tensors; sequence -1 of a row that no sequence has.
 
-    A place below 0: cu_seqlens do not rise, and the row is of no sequence.
+    Of several that have it, where cu_seqlens fall, the last one.
     """
     if cu_seqlens is None:
         return row // seqlen, row % seqlen
     else:
         sequences = tl.arange(0, BATCH_BLOCK)
-        stops = tl.load(cu_seqlens + 1 + sequences, mask=sequences < num_sequences, other=2**31 - 1)
-        sequence = tl.sum((stops <= row).to(tl.int32), 0)
-        return sequence, row - tl.load(cu_seqlens + sequence)
+        starts = tl.load(cu_seqlens + sequences, mask=sequences < num_sequences, other=0)
+        stops = tl.load(cu_seqlens + 1 + sequences, mask=sequences < num_sequences, other=0)
+        sequence = tl.max(tl.where((starts <= row) & (row < stops), sequences, -1), 0)
+        return sequence, row - tl.load(cu_seqlens + tl.maximum(sequence, 0))
 
 
 @triton.jit
@@ -107,8 +108,8 @@ def append_rows(
     dims_v = tl.arange(0, BLOCK_DV)
     if row < num_new:
         batch, place = _find(layout.cu_seqlens_k_new, row, num_sequences, seqlen_new, BATCH_BLOCK)
-        if batch < num_sequences:
-            slots = cache.load_slots(layout, batch, batch < num_sequences)
+        if batch >= 0:
+            slots = cache.load_slots(layout, batch, batch >= 0)
             slot = slots.before + place
             position = slot
             if rotary.seqlens is not None:
@@ -117,7 +118,7 @@ def append_rows(
             if layout.cu_seqlens_k_new is None:
                 x_row = place.to(tl.int64)
             # No more than it has, or they would lie on pages of others
-            inside = (place >= 0) & (slot < slots.stop)
+            inside = slot < slots.stop
             if PAGE_SIZE == 0:
                 page = batch
                 if layout.cache_batch_idx is not None:
@@ -142,9 +143,9 @@ def append_rows(
     else:
         row_q = row - num_new
         batch, place = _find(layout.cu_seqlens_q, row_q, num_sequences, seqlen_q, BATCH_BLOCK)
-        if batch < num_sequences:
+        if batch >= 0:
             if rotary.seqlens is None:
-                position = cache.load_slots(layout, batch, batch < num_sequences).before
+                position = cache.load_slots(layout, batch, batch >= 0).before
             else:
                 position = tl.load(rotary.seqlens + batch).to(tl.int64)
             if MOVES:

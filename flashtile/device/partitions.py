@@ -9,7 +9,8 @@ def specialize(partitions, _semantic=None, _generator=None):
 
     Each is there count times, which may be 0; where that is more than once, the last argument of each is its number. The first
     that is there runs in the kernel's own warps, whatever its warps and registers say. The list is to be written where it is
-    passed: bound to a name before, it loses what is constexpr in it.
+    passed: bound to a name before, it loses what is constexpr in it. Triton does not look at builtins when it asks whether a
+    kernel in its cache is still right: who changes this one clears the cache.
     """
     running = []
     for count, function, arguments, warps, registers in partitions:

@@ -33,8 +33,9 @@ other pages are copied one by one (GATHERED).
 
 fp8 (e4m3; calls on a cache alone, queries too): products are fp8, of weights 2**8 times as large, so that e4m3 holds more of
 them. acc is no part of them: acc(i) = acc(i-1) * correction(i-1) + p(i-1) v(i-1), in fp32. fp8.py says why, and how operands
-lie. But for v of 128 columns p v is in products of 32 or 64, the first beside the scores, others under softmax, the rest
-behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and nothing is LAZY.
+lie. Except for v of 97 to 128 columns, p v is in products of 32 columns, or of 64 from 193 on: the first beside the scores,
+others under softmax, the rest behind it. Each tile has a scale, that of its heads' descales; so softcaps are not BOUNDED, and
+nothing is LAZY.
 
 Takes fp16, bf16 and fp8, head dims to 256 (what a block has beside is zeros, or not loaded, and no part of products: boxes.py,
 device/columns.py), every mask and score option, dropout, packed calls. Refuses other dtypes, and strides that TMA does not

@@ -26,8 +26,8 @@ where a model makes its mask: whole models compile, but not with fullgraph=True.
 cu_seq_lens_q and its kin.
 """
 
-from functools import cache
-from inspect import getclosurevars
+import sys
+from inspect import getclosurevars, getsource
 from typing import NamedTuple
 
 import torch
@@ -113,9 +113,9 @@ def _attend(q, k, v, attention_mask, shown, packing, options, training):
         is_padded = padding is not None and not padding.is_full
         _check_shape(attention_mask, q, k, is_padded, options["causal"] or options["window"] != (None, None))
         if is_padded:
-            # Padded queries of other windows would see tokens to their right
-            sees_left = options["causal"] or options["window"] == (None, None)
-            if padding.left is not None and sees_left and not remembers and not dropout:
+            # With a window to both sides padded queries would see tokens to their right, and their output would not be 0
+            has_one_side = options["causal"] or options["window"] == (None, None)
+            if padding.left is not None and has_one_side and not remembers and not dropout:
                 return api.attention_with_kvcache(q, k, v, cache_leftpad=padding.left, **options)
             return _attend_without_padding(q, k, v, padding, options | training)
     if cu_seq_lens_q is None and q.shape[0] == 1 and q.shape[1] == k.shape[1]:
@@ -186,18 +186,40 @@ def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_
     return mask
 
 
+# By class of a config, once its models are loaded: whether they attend by themselves
+_BY_THEMSELVES = {}
+
+
 @torch.compiler.assume_constant_result
-@cache
 def _attends_by_itself(config_class):
     """Whether a model of transformers itself with this config asks for masks, but not for the attention that goes with them."""
+    if config_class not in _BY_THEMSELVES:
+        for base in config_class.__mro__:
+            if models := _models_with(base):
+                _BY_THEMSELVES[config_class] = any(map(_has_code_of_its_own, models))
+                break
+    return _BY_THEMSELVES.get(config_class, False)
+
+
+def _models_with(config_class):
+    """transformers' own models that have this class of configs, of those that are loaded."""
     from transformers import PreTrainedModel
 
     classes, models = [PreTrainedModel], set()
     while classes:
         classes = [sub for cls in classes for sub in cls.__subclasses__()]
         models.update(cls for cls in classes if cls.config_class is config_class and cls.__module__.startswith("transformers."))
-    # transformers asks it of a model whose implementation is changed later, but not of one that is made with it
-    return not all(cls._can_set_attn_implementation() for cls in models)
+    return models
+
+
+def _has_code_of_its_own(model):
+    """As transformers finds out, by the source, of a model whose implementation is changed later; not where there is none."""
+    try:
+        getsource(sys.modules[model.__module__])
+    except (OSError, TypeError):
+        return False
+    finds_out = getattr(model, "_can_set_attn_implementation", None)
+    return finds_out is not None and not finds_out()
 
 
 class _Shown(NamedTuple):

@@ -303,7 +303,7 @@ def _flash_attn_backward(
         dq, dk, dv: written in place; None is left out.
         rng_state: what the forward pass returned; needed with dropout.
     Returns:
-        rowsum(dout * out), fp32, (batch, num_heads, seqlen_q rounded up to 128).
+        rowsum(dout * out), fp32 (fp64 for fp64), (batch, num_heads, seqlen_q rounded up to 128).
     """
     operands = Operands(*strided_rows(q, k, v), alibi_slopes=alibi_slopes, rng_state=rng_state)
     options = _options(q, k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
