@@ -61,7 +61,7 @@ def flash_mla_with_kvcache(
     q, k_cache, attn_sink = map(detached, (q, k_cache, attn_sink))
     try:
         out, lse = _decode(q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink, meta, as_int(head_dim_v),
-                           as_number(softmax_scale), bool(causal), bool(is_fp8_kvcache))  # fmt: skip
+                           as_number(softmax_scale), causal, bool(is_fp8_kvcache))  # fmt: skip
     except FlashtileError as error:
         raise renamed(error, NAMES) from None
     return out, torch.where(lse == float("-inf"), float("inf"), lse)
