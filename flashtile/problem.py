@@ -112,6 +112,11 @@ class CallShape:
         return self.total_q if self.varlen else self.batch * self.seqlen_q
 
     @property
+    def longest_q(self) -> int:
+        """Queries of a sequence, at most: of a packed one not more than of all together, whatever max_seqlen_q says."""
+        return min(self.seqlen_q, self.total_q) if self.varlen else self.seqlen_q
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         return (self.num_heads, self.total_q) if self.varlen else (self.batch, self.num_heads, self.seqlen_q)
 
@@ -216,11 +221,6 @@ class AttentionProblem(CallShape):
     def keep_scale(self) -> float:
         """1 / (1 - p) of the p that `dropout_threshold` stands for, so that the mean stays what it is."""
         return 1 / (1 - self.dropout_threshold / 2**DROPOUT_BITS)
-
-    @property
-    def longest_q(self) -> int:
-        """Queries of a sequence, at most: of a packed one not more than of all together, whatever max_seqlen_q says."""
-        return min(self.seqlen_q, self.total_q) if self.varlen else self.seqlen_q
 
     @property
     def longest_k(self) -> int:

@@ -812,9 +812,7 @@ class PartsPlan(NamedTuple):
 
 def plan_parts(problem, config, num_sms) -> PartsPlan:
     """From shapes alone: lengths are on the device."""
-    # max_seqlen_q may be any number that no sequence exceeds
-    longest = problem.seqlen_q if problem.total_q is None else min(problem.seqlen_q, problem.total_q)
-    num_tiles = -(-longest * problem.group_size // config.tile_m)
+    num_tiles = -(-problem.longest_q * problem.group_size // config.tile_m)
     num_heads_kv = problem.num_heads_kv // config.heads
     row_tiles = problem.batch * num_heads_kv * num_tiles
     splits = problem.num_splits
