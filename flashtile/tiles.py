@@ -773,6 +773,24 @@ def _eight_heads_of_96(problem, num_sms) -> bool:
     return _eight_heads(problem, num_sms) and 80 < max(problem.head_dim, problem.head_dim_v) <= 96
 
 
+def _two_heads_to_192(problem, num_sms) -> bool:
+    """Of fp8 with many keys two heads are faster up to 160 columns, and where rows begin at multiples of 8 bytes; with 192 only
+    where heads are many, since ragged lengths of few are slower, see docs/kernels/decode.md."""
+    dim = max(problem.head_dim, problem.head_dim_v)
+    least = 32 if dim > 160 and dim % 16 == 0 else 8
+    return dim <= 192 and problem.num_heads_kv >= least and not _few_keys(problem, num_sms)
+
+
+def _many_keys_of_192(problem, num_sms) -> bool:
+    return 160 < max(problem.head_dim, problem.head_dim_v) <= 192 and not _few_keys(problem, num_sms)
+
+
+def _a_tile_each(problem, num_sms) -> bool:
+    """Few keys, but 128 for each SM."""
+    keys = problem.batch * problem.num_heads_kv * problem.capacity
+    return _many_parts(problem, num_sms) and keys > 128 * num_sms
+
+
 def _below_256(problem, num_sms) -> bool:
     return max(problem.head_dim, problem.head_dim_v) < 256
 
@@ -819,11 +837,14 @@ DECODE = (
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 1, whole=True), "sm_90", _DECODE_SINGLE, pages=2, when=_whole_and_alone),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_whole_is_as_fast),
     DecodeRow(64, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 1), "sm_90", _DECODE_FP8, pages=2, when=_a_tile_each, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
     DecodeRow(128, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_FP8, when=_eight_heads_of_96, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 32, 2, 3, 4, heads=2), "sm_90", _DECODE_FP8, when=_eight_heads, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 16, 2, 3, 4, heads=2), "sm_90", _DECODE_FP8, when=_two_heads_to_192, fp8=True),
+    DecodeRow(256, 2, 16, DecodeConfig(16, 128, 4, 2, 2), "sm_90", _DECODE_FP8, when=_many_keys_of_192, fp8=True),
     DecodeRow(256, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
     DecodeRow(128, 2, 32, DecodeConfig(32, 64, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
     DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),

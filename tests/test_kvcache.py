@@ -439,6 +439,24 @@ def test_which_calls_have_several_heads_of_a_program():
     assert heads(80, device="A100") == 1
     assert [heads(80, heads_kv=n, cache_dtype=FP8) for n in (4, 8, 32)] == [1, 2, 2]
     assert heads(96, cache_dtype=FP8) == 4
+    of_eight = {dim for dim in range(104, 257, 8) if heads(dim, 8, cache_dtype=FP8) > 1}
+    assert of_eight == {*range(104, 161, 8), 168, 184}
+    assert [heads(192, n, cache_dtype=FP8) for n in (16, 32)] == [1, 2] and heads(144, 8, batch=1, cache_dtype=FP8) == 1
+
+
+def test_tiles_of_few_keys_of_fp8():
+    def tile(**changes):
+        problem = CacheProblem(**(dict(
+            batch=1, seqlen_q=1, capacity=8192, num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128,
+            dtype=torch.bfloat16, cache_dtype=FP8,
+        ) | changes))  # fmt: skip
+        config = tiles.decode_config(problem, hardware.by_name("H200"))
+        return config.tile_n, config.programs_per_sm
+
+    assert tile() == tile(page_size=64) == tile(batch=4, capacity=1024) == (128, 1)
+    assert tile(capacity=512) == tile(page_size=16) == tile(cache_dtype=torch.bfloat16) == (64, 1)
+    assert tile(capacity=32768) == (64, 2) and tile(num_splits=8) == (128, 2)
+    assert tile(batch=16, head_dim=192) == (128, 2) and tile(head_dim=192) == tile(batch=16, head_dim=224) == (64, 2)
 
 
 def test_pages_of_tile():

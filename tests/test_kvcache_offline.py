@@ -18,7 +18,7 @@ MAX_SPILL, MAX_SPILL_64_ROWS = 16, 256
 MERGES, MAX_SPILL_MERGING = "DecodeConfig(tile_m=16, tile_n=64, num_warps=4, num_stages=3, programs_per_sm=1,", 48
 # Several heads of 160 columns: 80 with Triton 3.6, none from 3.7 on
 MAX_SPILL_HEADS = 80
-# Two heads of 72 columns of fp8, with Triton 3.9; 16 before
+# Two heads of fp8, of 72 columns with Triton 3.9, 16 before; of 160 with 3.6
 MAX_SPILL_TWO_HEADS = 24
 # With tokens gathered at head dim 256, and Triton 3.8; at most 144 before
 MAX_SPILL_PREFILL = 216
@@ -49,7 +49,7 @@ def calls(arch):
     # On Hopper several heads of a program
     many_heads = product(((torch.bfloat16,) * 2,), (160, 96, 40, 120), (32,), (1,), (64, 1), ((32, 4096),),
                          hardware.DEVICES.values())  # fmt: skip
-    fp8 = product(((torch.bfloat16, FP8),), (128, 256, 192, 96, 72), (8,), (1, 8), (64, 1), ((32, 4096),),
+    fp8 = product(((torch.bfloat16, FP8),), (128, 256, 192, 160, 96, 72), (8,), (1, 8), (64, 1), ((32, 4096),),
                   hardware.DEVICES.values())  # fmt: skip
     for (dtype, cache_dtype), dim, heads, seqlen_q, page_size, (batch, capacity), device in chain(small, many_heads, fp8):
         if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or seqlen_q > 8):
@@ -188,7 +188,7 @@ def test_rows_compile_without_spills(arch):
             return spills.allowed(name, MAX_SPILL_MERGING)
         if name.startswith("d160") and "heads=4" in name:
             return MAX_SPILL_HEADS
-        if name.startswith("d72") and "heads=2" in name:
+        if name.startswith(("d72", "d160")) and "heads=2" in name:
             return MAX_SPILL_TWO_HEADS
         many_rows = name.startswith("d256 bfloat16") and "tile_m=64" in name
         return spills.allowed(name, MAX_SPILL_64_ROWS if many_rows else MAX_SPILL)
