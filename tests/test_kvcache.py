@@ -60,6 +60,20 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+@pytest.mark.parametrize("one_loop", [False, True])
+@pytest.mark.parametrize("name", ["alike", "alike_paged", "window", "packed", "packed_append_differs", "several_queries"])
+def test_more_sequences_than_are_added_up_at_once(name, one_loop, monkeypatch):
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    call = decode.Call
+    monkeypatch.setattr(decode, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(decode, "Call", lambda problem, config, *rest: call(problem, replace(config, one_loop=one_loop), *rest))
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float32)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("case", [case for case in FP8_CASES if not case.new], ids=lambda case: case.name)
 def test_portable_interpreted_fp8(case, heads, monkeypatch):

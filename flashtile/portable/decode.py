@@ -53,6 +53,8 @@ from flashtile.tiles import ROWS_OF_WGMMA, decode_blocks_of, padded_dim
 
 # The most heads whose keys are read side by side, and the least share of the resident programs that this leaves
 MAX_SIDE, LEAST_RESIDENT = 32, 0.95
+# Sequences whose work a program adds up at once
+MOST_AT_ONCE = 1024
 # The row tiles whose queries are loaded again with each key tile: they are small
 SMALL_ROWS = tl.constexpr(16)
 # What weights, at most 1, are multiplied with beside fp8 in fp16, which else has no bits for those under 2**-24 that bf16 has
@@ -92,16 +94,24 @@ class Part(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Of each sequence, (BATCH_BLOCK,): where its work ends in all work, its key tiles and row tiles; and the size of a share.
-
-    Work of one head of SIDE neighbours.
+    """All work of one head of SIDE neighbours, and the size of a share. Of each sequence, (BATCH_BLOCK,): its work, and where
+    that ends in all work; of the first ones alone, where there are more (MANY).
     """
 
-    work_ends: Any
-    tiles: Any
-    row_tiles: Any
+    work: Any
+    ends: Any
     total: Any
-    share: Any
+    size: Any
+
+
+class Sequences(NamedTuple):
+    """What tells how much work each of `count` sequences is; num_heads_kv: those that a program has at once count as one."""
+
+    layout: Any
+    window: Any
+    seqlen_q: Any
+    count: Any
+    num_heads_kv: Any
 
 
 @triton.jit
@@ -114,35 +124,73 @@ def _key_tiles(lengths, window, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr,
-            TILE_N: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr):  # fmt: skip
-    sequences = tl.arange(0, BATCH_BLOCK)
-    mask = sequences < num_sequences
-    lengths = cache.load_cache_lengths(layout, sequences, mask, seqlen_q)
-    _, tiles = _key_tiles(lengths, window, TILE_N)
-    row_tiles = tl.where(mask, tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M) * (num_heads_kv // SIDE), 0)
-    work = row_tiles * tiles
+def _lengths(sequences, batch):
+    """Lengths of one sequence, or of a vector of them; of none behind the last one."""
+    return cache.load_cache_lengths(sequences.layout, batch, batch < sequences.count, sequences.seqlen_q)
+
+
+@triton.jit
+def _work(sequences, first, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SIDE: tl.constexpr,
+          BATCH_BLOCK: tl.constexpr):  # fmt: skip
+    """(BATCH_BLOCK,) work of the sequences from `first` on."""
+    batch = first + tl.arange(0, BATCH_BLOCK)
+    lengths = _lengths(sequences, batch)
+    _, tiles = _key_tiles(lengths, sequences.window, TILE_N)
+    row_tiles = tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M) * (sequences.num_heads_kv // SIDE)
+    return tl.where(batch < sequences.count, row_tiles * tiles, 0)
+
+
+@triton.jit
+def _shares(sequences, num_shares, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, SIDE: tl.constexpr,
+            BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+    work = _work(sequences, 0, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK)
     total = tl.sum(work, 0)
-    return Shares(tl.cumsum(work, 0), tiles, row_tiles, total, tl.cdiv(total, num_shares))
+    if MANY:
+        for first in tl.range(BATCH_BLOCK, sequences.count, BATCH_BLOCK):
+            total += tl.sum(_work(sequences, first, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK), 0)
+    return Shares(work, tl.cumsum(work, 0), total, tl.cdiv(total, num_shares))
 
 
 @triton.jit
-def _at(vector, index, BATCH_BLOCK: tl.constexpr):
-    """vector[index]."""
-    return tl.sum(tl.where(tl.arange(0, BATCH_BLOCK) == index, vector, 0), 0)
+def _locate(shares, sequences, position, side, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+            SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
+    """The row tile in which a position of all work lies, from there to its end; side: which of SIDE heads.
+
+    A position behind all work is looked up too, and not used.
+    """
+    is_before = shares.ends <= position
+    batch = tl.sum(is_before.to(tl.int32), 0)
+    begin = tl.sum(tl.where(is_before, shares.work, 0), 0)
+    if MANY:
+        passed = tl.sum(shares.work, 0)
+        for first in tl.range(BATCH_BLOCK, sequences.count, BATCH_BLOCK):
+            work = _work(sequences, first, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK)
+            is_before = passed + tl.cumsum(work, 0) <= position
+            batch += tl.sum(is_before.to(tl.int32), 0)
+            begin += tl.sum(tl.where(is_before, work, 0), 0)
+            passed += tl.sum(work, 0)
+    lengths = _lengths(sequences, batch)
+    _, tiles = _key_tiles(lengths, sequences.window, TILE_N)
+    of_head = 1 if ONE_LOOP else tl.maximum(tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M), 1)
+    row_tile = (position - begin) // tiles
+    return Part(batch, row_tile // of_head * SIDE + side, row_tile % of_head, position - begin - row_tile * tiles, tiles)
 
 
 @triton.jit
-def _locate(shares, position, side, num_heads_kv, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ONE_LOOP: tl.constexpr):
-    """The row tile in which a position of all work lies, from there to its end; side: which of SIDE heads."""
-    batch = tl.sum((shares.work_ends <= position).to(tl.int32), 0)
-    # A position behind all work is looked up too, and not used
-    tiles = tl.maximum(_at(shares.tiles, batch, BATCH_BLOCK), 1)
-    row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
-    within = position - (_at(shares.work_ends, batch, BATCH_BLOCK) - row_tiles * tiles)
-    row_tile = within // tiles
-    of_head = 1 if ONE_LOOP else tl.maximum(row_tiles // (num_heads_kv // SIDE), 1)
-    return Part(batch, row_tile // of_head * SIDE + side, row_tile % of_head, within - row_tile * tiles, tiles)
+def _next(part, shares, sequences, position, side, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+          SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
+    """The row tile that begins at a position, where `part` ends."""
+    if sequences.layout.cu_seqlens_q is None:
+        # Each sequence has as many row tiles, so that nothing need be added up
+        of_head = 1 if ONE_LOOP else tl.cdiv(sequences.seqlen_q * GROUP_SIZE, TILE_M)
+        m_tile = part.m_tile + 1
+        head = part.head + tl.where(m_tile == of_head, SIDE, 0)
+        is_new = head >= sequences.num_heads_kv
+        batch = part.batch + is_new.to(tl.int32)
+        _, tiles = _key_tiles(_lengths(sequences, batch), sequences.window, TILE_N)
+        return Part(batch, tl.where(is_new, side, head), tl.where(m_tile == of_head, 0, m_tile), position * 0, tiles)
+    else:
+        return _locate(shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, ONE_LOOP)
 
 
 @triton.jit
@@ -374,14 +422,14 @@ def _arrive(number, part, first, rest, step, num_parts, lengths, out, lse, parti
 
 
 @triton.jit
-def _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, num_tiles, out, lse,
-                   partial, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr,
-                   SIDE: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+def _arrive_at_cut(cut, begin, shares, sequences, num_shares, side, num_tiles, out, lse, partial, GROUP_SIZE: tl.constexpr,
+                   TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, SIDE: tl.constexpr,
+                   ROWS: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
     """`_arrive` of a row tile that a border between shares cuts. begin: where its work begins; cut.end: of how many tiles."""
-    first_share, num_parts = _shares_of(begin, cut.end, shares.share)
+    first_share, num_parts = _shares_of(begin, cut.end, shares.size)
     rest = first_share * SIDE + side
-    lengths = cache.load_cache_lengths(layout, cut.batch, cut.batch < num_sequences, seqlen_q)
-    number = (cut.batch * num_heads_kv + cut.head) * num_tiles + cut.m_tile
+    lengths = _lengths(sequences, cut.batch)
+    number = (cut.batch * sequences.num_heads_kv + cut.head) * num_tiles + cut.m_tile
     _arrive(number, cut, num_shares * SIDE + rest, rest, SIDE, num_parts, lengths, out, lse, partial, GROUP_SIZE, TILE_M,
             HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
 
@@ -449,19 +497,20 @@ def _attend_part(
 
 @triton.jit
 def _attend_share(
-    shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks, descales, seqlen_q,
-    num_sequences, num_heads_kv, GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr, KEEPS_Q: tl.constexpr,
-    SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    shares, share, num_shares, side, sequences, q, k, v, out, lse, partial, score_params, sinks, descales,
+    GROUP_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr,
+    REST_DV: tl.constexpr, WIDE: tl.constexpr, KEEPS_Q: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr,
+    MANY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """All key tiles of a share that has some, where no sequence has a second row tile."""
-    start = share * shares.share
-    stop = tl.minimum(start + shares.share, shares.total)
+    layout, window = sequences.layout, sequences.window
+    start = share * shares.size
+    stop = tl.minimum(start + shares.size, shares.total)
     tokens = tl.arange(0, TILE_M) // GROUP_SIZE
     dtype: tl.constexpr = out.ptr.dtype.element_ty
-    part = _locate(shares, start, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
-    lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
+    part = _locate(shares, sequences, start, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, True)
+    lengths = _lengths(sequences, part.batch)
     first_tile, _ = _key_tiles(lengths, window, TILE_N)
     cache_row = part.batch
     if PAGE_SIZE == 0:
@@ -497,13 +546,13 @@ def _attend_share(
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
         acc = blocks.chosen(is_last, blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
         if is_end:
-            part = _locate(shares, position + 1, side, num_heads_kv, SIDE, BATCH_BLOCK, True)
-            lengths = cache.load_cache_lengths(layout, part.batch, part.batch < num_sequences, seqlen_q)
+            part = _next(part, shares, sequences, position + 1, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, True)
+            lengths = _lengths(sequences, part.batch)
             first_tile, _ = _key_tiles(lengths, window, TILE_N)
             cache_row = part.batch
             if PAGE_SIZE == 0:
                 # Behind the last sequence there is none
-                cache_row = cache.cache_row(layout, tl.minimum(part.batch, num_sequences - 1))
+                cache_row = cache.cache_row(layout, tl.minimum(part.batch, sequences.count - 1))
             tile = part.begin
         last_tile = tl.where(position + 1 < stop, first_tile + part.end, 0)
         page = _pages_of_tile(layout, part.batch, first_tile + tile, last_tile, lengths, PAGE_SIZE, PAGES, TILE_N)
@@ -515,8 +564,8 @@ def _attend_share(
                        tl.where(border == 0, first.end, part.end))  # fmt: skip
             begin = tl.where(border == 0, start - first.begin, stop - tile)
             if tl.where(border == 0, first.begin > 0, (tile > 0) & (begin >= start)):
-                _arrive_at_cut(cut, begin, shares, num_shares, side, layout, seqlen_q, num_sequences, num_heads_kv, 1, out, lse,
-                               partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK, 1)  # fmt: skip
+                _arrive_at_cut(cut, begin, shares, sequences, num_shares, side, 1, out, lse, partial, GROUP_SIZE, TILE_M,
+                               HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK, 1)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -526,8 +575,8 @@ def decode_attention(
     PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
-    HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, V_IN_PAIRS: tl.constexpr,
+    HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, V_IN_PAIRS: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
@@ -555,21 +604,21 @@ def decode_attention(
         share = program // SIDE
         side = program % SIDE
         num_shares = tl.num_programs(0) // SIDE
-        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE,
-                         BATCH_BLOCK)  # fmt: skip
+        sequences = Sequences(layout, window, seqlen_q, num_sequences, num_heads_kv)
+        shares = _shares(sequences, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY)
         if DEPENDENT:
             chain.wait()
-        position = share * shares.share
-        stop = tl.minimum(position + shares.share, shares.total)
+        position = share * shares.size
+        stop = tl.minimum(position + shares.size, shares.total)
         if ONE_LOOP:
             if position < stop:
-                _attend_share(shares, share, num_shares, side, q, k, v, out, lse, partial, layout, window, score_params, sinks,
-                              descales, seqlen_q, num_sequences, num_heads_kv, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M,
-                              TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, WIDE, KEEPS_Q, SIDE,
-                              BATCH_BLOCK, ROWS, COLUMNS, CHUNK)  # fmt: skip
+                _attend_share(shares, share, num_shares, side, sequences, q, k, v, out, lse, partial, score_params, sinks,
+                              descales, GROUP_SIZE, PAGE_SIZE, PAGES, TILE_M, TILE_N, HEAD_DIM, HEAD_DIM_V, BLOCK_D,
+                              BLOCK_DV, REST_D, REST_DV, WIDE, KEEPS_Q, SIDE, BATCH_BLOCK, MANY, ROWS, COLUMNS,
+                              CHUNK)  # fmt: skip
         else:
+            rest = _locate(shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, False)
             while position < stop:
-                rest = _locate(shares, position, side, num_heads_kv, SIDE, BATCH_BLOCK, False)
                 end = tl.minimum(rest.end, rest.begin + stop - position)
                 part = Part(rest.batch, rest.head, rest.m_tile, rest.begin, end)
                 slot = tl.where(rest.begin > 0, share, num_shares + share) * SIDE + side
@@ -579,10 +628,12 @@ def decode_attention(
                              HEAD_DIM_V, BLOCK_D, BLOCK_DV, REST_D, REST_DV, TOKENS, WIDE, HEADS)  # fmt: skip
                 if partial.counters is not None:
                     if not whole:
-                        _arrive_at_cut(rest, position - rest.begin, shares, num_shares, side, layout, seqlen_q, num_sequences,
-                                       num_heads_kv, num_tiles, out, lse, partial, GROUP_SIZE, TILE_M, HEAD_DIM_V,
-                                       COLUMNS, SIDE, ROWS, CHUNK, HEADS)  # fmt: skip
+                        _arrive_at_cut(rest, position - rest.begin, shares, sequences, num_shares, side, num_tiles, out, lse,
+                                       partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK,
+                                       HEADS)  # fmt: skip
                 position += end - rest.begin
+                rest = _next(rest, shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY,
+                             False)  # fmt: skip
     else:
         if DEPENDENT:
             chain.wait()
@@ -607,8 +658,8 @@ def merge_parts(
     out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, num_sequences,
     num_heads_kv, num_tiles, num_splits, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr, HEADS: tl.constexpr,
-    LIVE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LIVE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
 
@@ -624,25 +675,26 @@ def merge_parts(
     program = tl.program_id(0)
     if BALANCED:
         num_shares = num_programs // SIDE
-        shares = _shares(layout, window, seqlen_q, num_sequences, num_heads_kv, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE,
-                         BATCH_BLOCK)  # fmt: skip
+        sequences = Sequences(layout, window, seqlen_q, num_sequences, num_heads_kv)
+        shares = _shares(sequences, num_shares, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY)
         if BY_TILE:
             batch, head, m_tile = _row_tile(program, window, num_tiles, num_heads_kv)
             side = head % SIDE
-            tiles = _at(shares.tiles, batch, BATCH_BLOCK)
-            row_tiles = _at(shares.row_tiles, batch, BATCH_BLOCK)
-            of_head = row_tiles // (num_heads_kv // SIDE)
-            begin = _at(shares.work_ends, batch, BATCH_BLOCK) + (head // SIDE * of_head + m_tile - row_tiles) * tiles
-            share, parts = _shares_of(begin, tiles, tl.maximum(shares.share, 1))
+            lengths = _lengths(sequences, batch)
+            _, tiles = _key_tiles(lengths, window, TILE_N)
+            of_head = tl.cdiv(lengths.seqlen_q * GROUP_SIZE, TILE_M)
+            of_others = tl.sum(tl.where(tl.arange(0, BATCH_BLOCK) < batch, shares.work, 0), 0)
+            share, parts = _shares_of(of_others + (head // SIDE * of_head + m_tile) * tiles, tiles, tl.maximum(shares.size, 1))
             part = Part(batch, head, m_tile, 0, tiles)
             is_mine = (m_tile < of_head) & (parts > 1)
         else:
             share = program // SIDE
             side = program % SIDE
-            border = (share + 1) * shares.share
-            part = _locate(shares, tl.minimum(border, shares.total), side, num_heads_kv, SIDE, BATCH_BLOCK, False)
-            _, parts = _shares_of(border - part.begin, part.end, tl.maximum(shares.share, 1))
-            is_mine = (border < shares.total) & (part.begin > 0) & (part.begin <= shares.share)
+            border = (share + 1) * shares.size
+            part = _locate(shares, sequences, tl.minimum(border, shares.total), side, GROUP_SIZE, TILE_M, TILE_N, SIDE,
+                           BATCH_BLOCK, MANY, False)  # fmt: skip
+            _, parts = _shares_of(border - part.begin, part.end, tl.maximum(shares.size, 1))
+            is_mine = (border < shares.total) & (part.begin > 0) & (part.begin <= shares.size)
         rest = share * SIDE + side
         first = num_programs + rest
     else:
@@ -699,7 +751,8 @@ class Call:
         self.merge_constexprs = {
             "GROUP_SIZE": problem.group_size, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
             "HEAD_DIM_V": problem.head_dim_v, "BALANCED": plan.balanced, "HEADS": config.heads,
-            "SIDE": plan.side, "BATCH_BLOCK": triton.next_power_of_2(problem.batch), "DEPENDENT": dependent,
+            "SIDE": plan.side, "BATCH_BLOCK": min(triton.next_power_of_2(problem.batch), MOST_AT_ONCE),
+            "MANY": problem.batch > MOST_AT_ONCE, "DEPENDENT": dependent,
         }  # fmt: skip
         self.constexprs = self.merge_constexprs | {
             "PAGE_SIZE": problem.page_size or 0, "HEAD_DIM": problem.head_dim, "BLOCK_D": block_d, "REST_D": rest_d,
@@ -713,7 +766,7 @@ class Call:
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
             "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs,
         }  # fmt: skip
-        by_tile = not plan.balanced or row_tiles <= plan.num_programs
+        by_tile = not plan.balanced or row_tiles <= plan.num_programs and problem.batch <= MOST_AT_ONCE
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
         rows_at_once = 1 if by_tile else min(triton.next_power_of_2(config.heads * rows), MERGED_AT_ONCE)
         if by_tile:

@@ -267,6 +267,29 @@ def test_large_cache(page_size, head_dim, poisoned):
                           heads_kv=8, head_dim=head_dim), torch.bfloat16, "cuda")  # fmt: skip
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("num_sequences", [900, 2500])
+def test_many_sequences(num_sequences, page_size, seqlen_q, poisoned):
+    """As many as are added up at once, and more; of three queries also as packed ones, of which some have none."""
+    draw = random.Random(0)
+    lengths = tuple(draw.randint(0, 300) for _ in range(num_sequences))
+    case = CacheCase("many", lengths, seqlen_q, capacity=320, page_size=page_size, heads=4, heads_kv=1, head_dim=64, causal=True)
+    check_cache(case, torch.bfloat16, "cuda")
+    if seqlen_q > 1:
+        lengths_q = tuple(draw.randint(0, 3) for _ in lengths)
+        check_cache(replace(case, lengths_q=lengths_q), torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_more_sequences_than_are_added_up_at_once(case, poisoned, monkeypatch):
+    from flashtile.portable import decode
+
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setattr(decode, "MOST_AT_ONCE", 2)
+    check_cache(case, torch.bfloat16, "cuda")
+
+
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
 @pytest.mark.parametrize("head_dim", [40, 80, 96, 120, 160])
 def test_large_cache_of_many_heads(page_size, head_dim, poisoned):
