@@ -134,7 +134,10 @@ class Case:
         return Operands(q, k, v, **index, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
 
     def output_gradients(self, out, lse, seed=1):
-        """(dout, dlse) for the outputs of a call; dlse is None where the case wants none."""
+        """(dout, dlse) for the outputs of a call; dlse is None where the case wants none.
+
+        Of rows without a key dlse is NaN, as autograd makes it for what a loss leaves out: 0 * -inf.
+        """
         draw = _Draw(seed, out.dtype, out.device)
         dout = draw(*out.shape)
         if self.varlen:
@@ -143,7 +146,8 @@ class Case:
             dout = draw(1).expand(out.shape)
         elif self.layout in ("heads_first", "seq_first", "sliced", "shifted"):
             dout = laid_out(dout, self.layout)
-        return dout, draw(*lse.shape).to(lse.dtype) if self.dlse else None
+        dlse = draw(*lse.shape).to(lse.dtype).masked_fill(lse == float("-inf"), float("nan")) if self.dlse else None
+        return dout, dlse
 
     def used_rows(self, side, device):
         """Mask of the packed rows that belong to a sequence; side 0 is q, 1 is k."""

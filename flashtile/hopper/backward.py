@@ -1324,10 +1324,11 @@ def backward_rows(
     dout_tile = load_tile(head_ptr(dout, sequence, start, head), row_begin, lengths.seqlen_q, dout.row_stride, TILE_M,
                           HEAD_DIM_V, BLOCK_DV, True, WIDE)  # fmt: skip
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row_lse = tl.load(head_ptr(lse, sequence, start, head) + rows * lse.row_stride, mask=exists, other=NEG_INF)
     if dlse is not None:
         dlse_ptrs = head_ptr(dlse, sequence, start, head) + rows.to(tl.int64) * dlse.row_stride
-        delta -= tl.load(dlse_ptrs, mask=exists, other=0.0)
-    row_lse = tl.load(head_ptr(lse, sequence, start, head) + rows * lse.row_stride, mask=exists, other=NEG_INF)
+        # Of rows without a key it is often NaN
+        delta -= tl.load(dlse_ptrs, mask=row_lse != NEG_INF, other=0.0)
     row_lse = tl.where(row_lse == NEG_INF, float("inf"), row_lse)
     tl.store(neg_lse + padded, row_lse * lse_factor)
     tl.store(neg_delta + padded, -delta)

@@ -375,15 +375,16 @@ def heads_in_groups(problem, config):
     fixed = config.fixed_order
     # Which heads go down changes the order of sums
     programs = programs_in_order(problem.deterministic, config.num_programs)
+    all_heads = problem.batch * problem.num_heads_kv * config.parts
     if fixed and not causal:
         rows = 2 * programs * config.tile_m // group_size
-        return (rows, 1) if problem.varlen else (max(1, rows // -(-problem.seqlen_q // config.query_parts)), 0)
+        heads = max(1, min(rows // -(-problem.seqlen_q // config.query_parts), all_heads))
+        return (rows, 1) if problem.varlen else (heads, 0)
     if problem.varlen:
         return (2 * programs * config.tile_n if causal else 0), 1
     if not causal:
         return 1, 0
     num_tiles = max_key_tiles(problem, config)
-    all_heads = problem.batch * problem.num_heads_kv * config.parts
     if config.query_parts > 1:
         return all_heads, 0
     heads = min(16, max(1, (1 if group_size > 1 else 2) * programs // num_tiles))

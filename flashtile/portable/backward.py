@@ -41,10 +41,10 @@ from flashtile.tiles import padded_dim
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "num_tiles"])
 def attention_delta(
-    out, dout, dlse, delta, packing, seqlen_q, seqlen_k, num_tiles, num_heads,
+    out, dout, dlse, lse, delta, packing, seqlen_q, seqlen_k, num_tiles, num_heads,
     TILE_M: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dout * out) - dlse, fp32. dlse: Rows, or None."""
+    """delta = rowsum(dout * out) - dlse, fp32. dlse, lse: Rows, or None. dlse of rows without a key, often NaN, is left out."""
     out, dout = aligned(out), aligned(dout)
     work = schedule.tile_of_program(num_tiles, num_heads, None, LAST_FIRST=False)
     lengths = load_lengths(packing, work.batch, seqlen_q, seqlen_k)
@@ -62,7 +62,9 @@ def attention_delta(
             row_delta += tl.sum(out_tile[1].to(tl.float32) * dout_tile[1].to(tl.float32), 1)
         if dlse is not None:
             dlse_ptr = head_ptr(dlse, work.batch, lengths.start_q, work.head)
-            row_delta -= tl.load(dlse_ptr + rows.to(tl.int64) * dlse.row_stride, mask=rows < lengths.seqlen_q, other=0.0)
+            lse_ptr = head_ptr(lse, work.batch, lengths.start_q, work.head)
+            row_lse = tl.load(lse_ptr + rows * lse.row_stride, mask=rows < lengths.seqlen_q, other=NEG_INF)
+            row_delta -= tl.load(dlse_ptr + rows.to(tl.int64) * dlse.row_stride, mask=row_lse != NEG_INF, other=0.0)
         delta_ptr = head_ptr(delta, work.batch, lengths.start_q, work.head)
         tl.store(delta_ptr + rows * delta.row_stride, row_delta, mask=rows < lengths.seqlen_q)
 
@@ -326,8 +328,8 @@ def launch_delta(problem, config, common, out, lse, dout, dlse, delta=None, laun
     delta = _allocate_like(lse, problem) if delta is None else delta
     num_tiles = triton.cdiv(problem.longest_q, config.tile_m)
     arguments = (
-        rows_of(out), rows_of(dout), None if dlse is None else rows_of(dlse, lse=True), rows_of(delta, lse=True),
-        common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
+        rows_of(out), rows_of(dout), *(None if dlse is None else rows_of(x, lse=True) for x in (dlse, lse)),
+        rows_of(delta, lse=True), common.packing, problem.seqlen_q, problem.seqlen_k, num_tiles, problem.num_heads,
     )  # fmt: skip
     constexprs = {name: common.shapes[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV", "WIDE")}
     _launch(launch, attention_delta, schedule.grid_of(num_tiles, problem.num_heads, problem.batch), arguments,

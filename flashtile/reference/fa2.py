@@ -118,10 +118,12 @@ def _row_statistics(seqs, out, lse, dout, dlse):
     """lse and delta of the sequences' queries, (batch, heads_kv, group, seqlen_q)."""
     # A row without a key has lse -inf; with +inf its p comes out as 0.
     lse_rows = seqs.of_lse(lse)
-    lse_rows = lse_rows.masked_fill(lse_rows == float("-inf"), float("inf"))
+    is_keyless = lse_rows == float("-inf")
+    lse_rows = lse_rows.masked_fill(is_keyless, float("inf"))
     # The sum over a row of p * dp, dropped or not, is that of dout * out.
     delta = (seqs.of_q(dout).to(lse.dtype) * seqs.of_q(out)).sum(-1)
-    return lse_rows, delta if dlse is None else delta - seqs.of_lse(dlse).to(lse.dtype)
+    # Of such a row dlse is often NaN
+    return lse_rows, delta if dlse is None else delta - seqs.of_lse(dlse).to(lse.dtype).masked_fill(is_keyless, 0.0)
 
 
 def _p_and_dlogits(operands, seqs, rows, cols, dout, lse, delta):
