@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile import kvcache_ops, ops
+from flashtile.errors import ShapeError, explain
 from flashtile.problem import Operands
 
 # (left, right) keys beside the diagonal; None is unbounded
@@ -88,6 +89,8 @@ def attention_varlen(
         As `attention`. The values of index tensors are checked where that needs no wait for the device (CPU tensors), and
         everywhere with FLASHTILE_DEBUG=1.
     """
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        raise ShapeError(explain("cu_seqlens_q", "a tensor of shape (batch + 1,)", None, "A batch of one length: attention."))
     operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks)
     return ops.attention(operands, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, causal=causal, window=window,
                          softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic,

@@ -1,5 +1,7 @@
 """Numbers in which programs of a kernel count, 0 when it begins; it leaves them 0, so that nobody has to clear them again."""
 
+from threading import Lock
+
 import torch
 
 # int32 of a device for captured calls, 4 MiB: 32,000 calls
@@ -8,6 +10,8 @@ RESERVED = 1 << 20
 _of_stream = {}
 # By device: (RESERVED,) of 0, and how many of them captured calls have
 _reserves = {}
+# Threads may capture at the same time
+_lock = Lock()
 
 
 def zeros(x, size):
@@ -37,10 +41,11 @@ def of_stream(x, index, stream, size):
 
 
 def _reserved(x, index, size):
-    memory, begin = _reserves.get(index, (None, RESERVED))
-    # Of cache lines of its own
-    end = begin + -(-size // 32) * 32
-    if end > RESERVED:
-        return x.new_zeros(size, dtype=torch.int32)
-    _reserves[index][1] = end
-    return memory[begin : begin + size]
+    with _lock:
+        memory, begin = _reserves.get(index, (None, RESERVED))
+        # Of cache lines of its own
+        end = begin + -(-size // 32) * 32
+        if end <= RESERVED:
+            _reserves[index][1] = end
+            return memory[begin : begin + size]
+    return x.new_zeros(size, dtype=torch.int32)

@@ -111,7 +111,9 @@ def _detect_gpu(index) -> Device:
         known = by_name(properties.name)
     except KeyError:
         known = CPU
-    if known.sm != sm:
+    # Other products have its name too, and parts of one (MIG): a PCIe card has fewer multiprocessors, or less memory
+    as_large = 0.9 * known.memory_bytes < properties.total_memory < 1.1 * known.memory_bytes
+    if known.sm != sm or known.num_sms != properties.multi_processor_count or not as_large:
         known = CPU
     return Device(
         name=known.name if known is not CPU else properties.name,

@@ -38,6 +38,7 @@ from flashtile.problem import (
     check_no_gradients,
     check_per_head,
     checked_window,
+    is_traced,
     is_unaligned,
     values_readable,
     visible_pairs,
@@ -160,7 +161,7 @@ class CacheProblem(CallShape):
             if operands.cu_seqlens_q.shape[0] < 2:
                 raise ShapeError(explain("cu_seqlens_q", "shape (batch + 1,) with batch >= 1", shape_of(operands.cu_seqlens_q)))
             batch, seqlen_q = operands.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
-            if not 0 <= seqlen_q <= INT32_MAX:
+            if not is_traced(seqlen_q) and not 0 <= seqlen_q <= INT32_MAX:
                 raise ValueRangeError(explain("max_seqlen_q", f"0 <= max_seqlen_q <= {INT32_MAX}", seqlen_q))
         else:
             batch, seqlen_q = q.shape[:2]
@@ -172,7 +173,8 @@ class CacheProblem(CallShape):
         rotary_dim = _check_rotary(operands, head_dim)
         _check_descales(operands, batch, num_heads_kv)
         check_per_head(operands, batch, num_heads)
-        window = checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
+        longest_q = min(seqlen_q, q.shape[0]) if packed and not is_traced(seqlen_q, q.shape[0]) else seqlen_q
+        window = checked_window((options.window_left, options.window_right), options.causal, longest_q, capacity)
         check_scale(options.softmax_scale)
         check_softcap(options.softcap)
         if not 0 <= options.num_splits <= MAX_SPLITS:
@@ -348,9 +350,14 @@ def _check_cache(operands, batch) -> int:
             raise ShapeError(explain("k_cache", f"a row for each sequence of q, {batch}", f"{k_cache.shape[0]} rows",
                                      "cache_batch_idx says which rows a larger cache's sequences are."))  # fmt: skip
         capacity = k_cache.shape[1]
+    check_capacity(capacity)
+    return capacity
+
+
+def check_capacity(capacity) -> None:
+    """Slots of a sequence: positions and lengths are int32, and what is added to them."""
     if capacity > INT32_MAX // 2:
         raise ShapeError(explain("k_cache", f"at most {INT32_MAX // 2} tokens a sequence", capacity))
-    return capacity
 
 
 def check_own_slots(k_cache, v_cache) -> None:

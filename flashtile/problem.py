@@ -62,9 +62,18 @@ class Operands(NamedTuple):
     rng_state: torch.Tensor | None = None
 
 
+def is_traced(*sizes) -> bool:
+    """Whether one of some sizes is any of many, or not known, in a call that is being compiled."""
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def has_same_lengths(operands) -> bool:
     """Whether packed queries and keys of each sequence are known to be as many; of a batched call it says nothing."""
-    same_starts = operands.cu_seqlens_q is operands.cu_seqlens_k
+    starts_q, starts_k = operands.cu_seqlens_q, operands.cu_seqlens_k
+    same_starts = starts_q is starts_k
+    if not same_starts and starts_q is not None and starts_k is not None and starts_q.is_cpu and values_readable(starts_q):
+        # Of CPU tensors the values: two objects may have come of one, between a forward and its backward
+        same_starts = torch.equal(starts_q, starts_k)
     return same_starts and operands.seqused_q is None and operands.seqused_k is None
 
 
@@ -185,16 +194,18 @@ class AttentionProblem(CallShape):
             total_q = total_k = None
         check_seqused(operands, batch)
         check_per_head(operands, batch, num_heads)
-        window = checked_window(window, causal, seqlen_q, seqlen_k)
+        traced = is_traced(batch, seqlen_q, seqlen_k, q.shape[0], k.shape[0])
+        longest_q, longest_k = seqlen_q, seqlen_k
+        if varlen and not traced:
+            # No packed sequence is longer than all together
+            longest_q, longest_k = min(seqlen_q, total_q), min(seqlen_k, total_k)
+        window = checked_window(window, causal, longest_q, longest_k)
         check_scale(softmax_scale)
         check_softcap(softcap)
         if not 0 <= dropout_p < 1:
             raise ValueRangeError(explain("dropout_p", "0 <= dropout_p < 1", dropout_p, "Drop nothing in evaluation: 0.0."))
-        traced = any(isinstance(n, torch.SymInt) for n in (batch, seqlen_q, seqlen_k))
         if not traced:
-            # No packed sequence is longer than all together
-            longest = max(min(seqlen_q, q.shape[0]), min(seqlen_k, k.shape[0])) if varlen else max(seqlen_q, seqlen_k)
-            _check_counts(batch * num_heads, longest)
+            check_counts(batch * num_heads, max(longest_q, longest_k), "Pass the longest as max_seqlen. " * varlen)
         row = 0 if varlen else 1
         # The last is a row of out, and of gradients
         widest = max(q.stride(row), k.stride(row), v.stride(row), num_heads * max(head_dim, head_dim_v))
@@ -375,7 +386,9 @@ def _check_qkv(q, k, v, varlen) -> None:
     if k.shape[-1] != q.shape[-1]:
         raise ShapeError(explain("k", f"the head_dim of q, {q.shape[-1]}", f"head_dim {k.shape[-1]}"))
     if q.shape[-2] == 0 or k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
-        swapped = not varlen and k.shape[1] and q.shape[-2] % k.shape[1] == 0
+        heads = 0 if varlen or 0 in (q.shape[-2], k.shape[-2]) else k.shape[1]
+        # Of k and v alone, or of all
+        swapped = heads and (q.shape[-2] % heads == 0 or q.shape[1] % heads == 0 and heads < k.shape[-2])
         way_out = "From (batch, heads, seqlen, dim) use x.transpose(1, 2)." if swapped else ""
         got = f"{q.shape[-2]} and {k.shape[-2]}"
         raise ShapeError(explain("q", "heads that are a multiple of the heads of k and v", got, way_out))
@@ -392,14 +405,17 @@ def check_head_dims(**dims) -> None:
             raise ShapeError(explain(name, f"a head dim of 8 to {MAX_HEAD_DIM} in steps of 8", f"{dim}", way_out))
 
 
-def _check_counts(num_heads, seqlen) -> None:
-    """Every tier numbers its tiles, of at least 16 rows, and the rows of a sequence up to the end of a tile, with an int32."""
+def check_counts(num_heads, seqlen, way_out="") -> None:
+    """Every tier numbers its tiles, of at least 16 rows, and the rows of a sequence up to the end of a tile, with an int32.
+
+    num_heads: of all sequences. seqlen: of the longest.
+    """
     if seqlen > MAX_SEQLEN:
         raise ShapeError(explain("seqlen", f"at most {MAX_SEQLEN}", seqlen, "Split the sequences, and combine the results."))
     num_tiles = num_heads * -(-seqlen // 16)
     if num_tiles > INT32_MAX:
         expected = f"at most {INT32_MAX} tiles of 16 rows"
-        raise ShapeError(explain("batch * heads * seqlen", expected, num_tiles, "Split the batch."))
+        raise ShapeError(explain("batch * heads * seqlen", expected, num_tiles, f"{way_out}Split the batch."))
 
 
 def check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
@@ -414,7 +430,7 @@ def check_cu_seqlens(operands, max_seqlen_q, max_seqlen_k) -> int:
             raise ShapeError(explain(name, "shape (batch + 1,) with batch >= 1", shape_of(x)))
         batch = x.shape[0] - 1
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not isinstance(length, torch.SymInt) and not 0 <= length <= INT32_MAX:
+        if not is_traced(length) and not 0 <= length <= INT32_MAX:
             raise ValueRangeError(explain(name, f"0 <= {name} <= {INT32_MAX}", length))
     if values_readable(operands.q):
         for name, x, total, longest in (
@@ -465,7 +481,8 @@ def check_per_head(operands, batch, num_heads) -> None:
     if slopes is not None:
         if slopes.dtype != torch.float32:
             raise DtypeError(explain("alibi_slopes", "dtype torch.float32", slopes.dtype, "Cast them: alibi_slopes.float()."))
-        if tuple(slopes.shape) not in ((num_heads,), (batch, num_heads)):
+        # Compared in this order, since a traced batch may not be compared with heads
+        if tuple(slopes.shape) != ((num_heads,) if slopes.dim() == 1 else (batch, num_heads)):
             raise ShapeError(explain("alibi_slopes", f"shape ({num_heads},) or ({batch}, {num_heads})", shape_of(slopes)))
     if sinks is not None:
         if sinks.dtype not in DTYPES:
@@ -492,7 +509,7 @@ def checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int 
     left, right = window
     if causal:
         right = 0
-    if isinstance(seqlen_q, torch.SymInt) or isinstance(seqlen_k, torch.SymInt):
+    if is_traced(seqlen_q, seqlen_k):
         # Traced for all lengths: which side hides nothing is seen when the kernels run.
         return left, right
     # The last query stands at key seqlen_k - 1, the first one seqlen_q - 1 keys before it.

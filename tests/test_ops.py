@@ -5,7 +5,9 @@ import dataclasses
 import checks
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import CASES, named
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
 from flashtile import dispatch, hardware, ops, settings
@@ -533,3 +535,45 @@ def test_a_dispatch_mode_of_another_thread_is_not_seen(monkeypatch):
 
     monkeypatch.setattr(calls, "is_in_torch_dispatch_mode", lambda: True)
     assert calls.nobody_observes()
+
+
+def test_tokens_unpadded_in_a_compiled_call():
+    """How many there are is not known when it is traced, nor the longest sequence of a cache."""
+
+    def unpadded(x, mask):
+        starts = F.pad(mask.sum(1).cumsum(0).int(), (1, 0))
+        x = x.flatten(0, 1)[mask.flatten().nonzero().flatten()]
+        return flashtile.attention_varlen(x, x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=6, max_seqlen_k=6)
+
+    def over_cache(x, cache, lengths, starts):
+        longest = lengths.max().item()
+        return flashtile.attention_with_kvcache(x, cache, cache, cu_seqlens_q=starts, max_seqlen_q=longest, causal=True)
+
+    mask = torch.arange(6) < torch.tensor([[4], [6]])
+    packed = torch.randn(5, 4, 8), torch.randn(2, 9, 4, 8), torch.tensor([2, 3]), torch.tensor([0, 2, 5]).int()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for call, arguments in ((unpadded, (torch.randn(2, 6, 4, 8), mask)), (over_cache, packed)):
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(*arguments), call(*arguments))
+
+
+def test_starts_that_are_two_tensors_in_the_backward():
+    """torch's hooks make two of the one that was saved; the tier is the same, whose lse no other takes."""
+    n = 8200
+    starts = torch.tensor([0, n], dtype=torch.int32)
+    x = torch.randn(n, 1, 8, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
+    with torch.utils.flop_counter.FlopCounterMode(display=False), hooks:
+        out = flashtile.attention_varlen(x, x, x, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=n, max_seqlen_k=n,
+                                         causal=True)  # fmt: skip
+        out.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_torchs_own_attention_is_called_whatever_is_chosen_or_replaced(monkeypatch):
+    q, k, v = qkv()
+    expected = flashtile.attention(q, k, v)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        torch.testing.assert_close(flashtile.attention(q, k, v), expected)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **options: pytest.fail("flashtile called itself"))
+    assert torch.equal(flashtile.attention(q, k, v), expected)

@@ -66,6 +66,21 @@ def test_a_loose_max_seqlen_costs_nothing(longest, monkeypatch, poisoned):
     assert out.isfinite().all() and slopes.grad.isfinite().all() and len(grids) > 3 and max(map(max, grids)) <= 4
 
 
+def test_windows_near_the_largest_int32_of_a_loose_max_seqlen(poisoned):
+    """They hide nothing, which is known by the tokens there are; positions beside them would not be int32."""
+    q, k = torch.randn(10, 2, 16), torch.randn(100, 2, 16)
+    starts = [torch.tensor([0, n], dtype=torch.int32) for n in (10, 100)]
+    expected, lse = flashtile.attention(q[None], k[None], k[None], return_lse=True)
+    for window in ((None, 2**31 - 4), (2**31 - 4, None)):
+        out, got = flashtile.attention_varlen(q, k, k, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], window=window,
+                                              max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, return_lse=True)  # fmt: skip
+        torch.testing.assert_close(out, expected[0])
+        torch.testing.assert_close(got, lse[0])
+        out = flashtile.attention_with_kvcache(q, k[None], k[None], cu_seqlens_q=starts[0], max_seqlen_q=2**31 - 1,
+                                               window=window)  # fmt: skip
+        torch.testing.assert_close(out, expected[0])
+
+
 def test_infinite_sink(poisoned):
     checks.check_infinite_sink(named("sinks_causal_gqa")[0], torch.float32)
 

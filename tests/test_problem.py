@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flashtile
+from flashtile import hardware
 from flashtile.errors import DeviceError, DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 from flashtile.problem import INT32_MAX, AttentionProblem, Operands, check_arguments, visible_pairs
 from flashtile.reference import masks
@@ -103,7 +105,9 @@ def test_packed_call_is_described():
     assert (problem.batch, problem.seqlen_q, problem.total_q, problem.total_k) == (2, 5, 9, 9)
     assert (problem.varlen, problem.has_seqused_q, problem.has_seqused_k, problem.lse_shape) == (True, False, True, (4, 9))
     assert problem.has_alibi and problem.has_sinks
-    assert not problem.same_lengths and not describe_packed().same_lengths
+    # Of CPU tensors the values count, of others that they are one object
+    assert not problem.same_lengths and not describe_packed(cu_seqlens_k=int32(0, 5, 9)).same_lengths
+    assert describe_packed().same_lengths
     starts = int32(0, 4, 9)
     assert describe_packed(cu_seqlens_q=starts, cu_seqlens_k=starts).same_lengths
     assert not describe_packed(cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=int32(3, 4)).same_lengths
@@ -178,6 +182,13 @@ WRONG_CALLS = [
     (lambda: describe(k=X.transpose(1, 2), v=X.transpose(1, 2)), ShapeError,
      "q: expected heads that are a multiple of the heads of k and v, got 4 and 5. "
      "From (batch, heads, seqlen, dim) use x.transpose(1, 2)."),
+    (lambda: describe(q=torch.zeros(2, 8, 100, 64), **dict.fromkeys("kv", torch.zeros(2, 8, 77, 64))), ShapeError,
+     "q: expected heads that are a multiple of the heads of k and v, got 100 and 77. "
+     "From (batch, heads, seqlen, dim) use x.transpose(1, 2)."),
+    (lambda: describe(k=X[:, :, :3], v=X[:, :, :3]), ShapeError,
+     "q: expected heads that are a multiple of the heads of k and v, got 4 and 3."),
+    (lambda: flashtile.attention_varlen(X, X, X, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None),
+     ShapeError, "cu_seqlens_q: expected a tensor of shape (batch + 1,), got None. A batch of one length: attention."),
     (lambda: describe(v=X[..., :12]), ShapeError,
      "v: expected a head dim of 8 to 256 in steps of 8, got 12. Pad with zeros to 16 and cut off out[..., 12:]."),
     (lambda: describe(dropout_p=True), DtypeError,
@@ -314,6 +325,19 @@ def test_wrong_call_is_explained(call, error, message):
 def test_errors_are_builtin_errors_too():
     assert all(issubclass(error, ValueError) for error in (ShapeError, DeviceError, ValueRangeError))
     assert issubclass(DtypeError, TypeError) and issubclass(UnsupportedError, NotImplementedError)
+
+
+@pytest.mark.parametrize(("name", "num_sms", "gib", "known"), [
+    ("NVIDIA H100 80GB HBM3", 132, 79.1, "H100"), ("NVIDIA H100 PCIe", 114, 79.1, None),
+    ("NVIDIA H200", 132, 139.8, "H200"), ("NVIDIA H200 MIG 1g.18gb", 16, 16.0, None),
+])  # fmt: skip
+def test_peaks_are_those_of_the_product(name, num_sms, gib, known, monkeypatch):
+    properties = SimpleNamespace(name=name, major=9, minor=0, multi_processor_count=num_sms, L2_cache_size=50 << 20,
+                                 total_memory=int(gib * 2**30))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    device = hardware._detect_gpu.__wrapped__(0)
+    assert (device.name, device.num_sms) == (known or name, num_sms)
+    assert device.peak_tflops == (hardware.DEVICES[known].peak_tflops if known else ())
 
 
 @pytest.mark.gpu

@@ -1,15 +1,20 @@
 """CPU tier: F.scaled_dot_product_attention, where its semantics are ours; of packed calls once a sequence."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashtile.problem import lse_dtype
 from flashtile.reference.lengths import sequences
 
 DIRECTIONS = ("forward", "backward")
 
+# Not by its name in F, which users replace by flashtile
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_SOME_BACKEND = nullcontext()
 # Of a mask, where causal queries are fewer than keys: torch aligns its own at the top left
 MOST_MASK_ELEMENTS = 2**26
 
@@ -37,6 +42,11 @@ def refuses(problem, device, direction) -> str | None:
     return next((f"torch's SDPA has not {what}" for what, is_refused in refused.items() if is_refused), None)
 
 
+def _has_backend() -> bool:
+    """Whether torch may choose one of those that a CPU has: users choose among a GPU's by the same switches."""
+    return torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.math_sdp_enabled()
+
+
 def configs(problem, device, direction) -> dict:
     return {}
 
@@ -51,8 +61,8 @@ def _sdpa(problem, q, k, v):
     # The last query sees all keys
     masked = problem.causal and rows > 1
     mask = torch.ones(rows, cols, dtype=torch.bool, device=q.device).tril(cols - rows) if masked and rows < cols else None
-    with torch.autocast("cpu", enabled=False):
-        out = F.scaled_dot_product_attention(
+    with torch.autocast("cpu", enabled=False), _SOME_BACKEND if _has_backend() else sdpa_kernel(SDPBackend.MATH):
+        out = _SDPA(
             q[:, hidden:].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
             is_causal=masked and rows == cols, scale=problem.softmax_scale, enable_gqa=problem.group_size > 1,
         ).transpose(1, 2)  # fmt: skip

@@ -24,7 +24,8 @@ def combine_splits(
     exists = number < num_rows
     head = number % num_heads
     row = (number // num_heads % seqlen_q).to(tl.int64)
-    batch = number // (num_heads * seqlen_q)
+    # Their product may be more than an int32 holds
+    batch = number // num_heads // seqlen_q
     merged, merged_lse = merge_rows(head_ptr(out_partial, batch, row, head), head_ptr(lse_partial, batch, row, head),
                                     out_split_stride, lse_split_stride, 0, 0, 1, num_splits, exists, 0, ROWS, CHUNK, DIM,
                                     BLOCK_DIM, 0)  # fmt: skip
