@@ -111,6 +111,16 @@ def test_repro_has_what_a_row_was_measured_with(capsys, monkeypatch):
     assert document["results"][0]["repro"] == repro
 
 
+def test_repro_of_as_many_queries_as_a_cache_has_keys(capsys):
+    _, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "decode", "--seqlen-q", "64")
+    assert "-s 64 --seqlen-q 64" in document["results"][0]["repro"]
+
+
+def test_packed_sequences_are_not_decoded(capsys):
+    code, document, _ = _run_json(capsys, "run", *QUICK, "--mode", "decode", "--varlen", "--page-size", "16")
+    assert code == 2 and "without dropout and packed sequences" in document["results"][0]["reason"]
+
+
 def test_repro_of_a_comparison_has_no_rounds(capsys):
     _, document, _ = _run_json(capsys, "compare", *QUICK, "--mode", "fwd", "--backend", "flashtile,naive", "--timeout", "2",
                                "--no-check", "--softcap", "3.1234567")  # fmt: skip

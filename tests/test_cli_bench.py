@@ -702,6 +702,22 @@ def test_a_target_is_one_known_device(target, capsys):
     assert "target: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("flags", "words"), [
+    ("--backend sdpa --window 3,0 --softcap 5", "SDPA has no softcap"), ("--backend sdpa --varlen", "without packed sequences"),
+    ("-d 300", "expected a head dim of 8 to 256"), ("--backend fa3", "needs"),
+])  # fmt: skip
+def test_profile_refuses_what_run_refuses(flags, words, capsys):
+    assert cli.main(["profile", *SMALL[:-1], *flags.split()]) in (2, 6)
+    assert words in capsys.readouterr().err
+
+
+def test_explain_and_memory_refuse_what_no_call_takes(capsys):
+    explained = ["explain", "--no-compile", "--target", "H200", "-d", "64", "-b", "1"]
+    assert cli.main([*explained, "-s", str(2**32)]) == 2 and "seqlen: expected at most" in capsys.readouterr().err
+    assert cli.main([*explained, "-s", str(2**31), "--mode", "decode"]) == 2
+    assert cli.main(["memory", "-d", "576-512", "--nheads-kv", "1", "--target", "H200", "-s", "64", "--no-progress"]) == 2
+
+
 def test_profile_refuses_no_calls():
     assert cli.main(["profile", *SMALL[:-1], "--repeats", "0"]) == 2
 

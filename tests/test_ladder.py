@@ -128,6 +128,15 @@ def test_refusals_are_sentences(number, change, words):
     assert "needs sm_80" in rungs.refuses(rungs.get(number), case.problem(), old)
 
 
+@pytest.mark.parametrize("number", [10, 11])
+def test_tiers_have_the_options_of_rungs(number):
+    from flashtile.bench import ladder
+
+    backend = ladder._backend(rungs.get(number), None)
+    for change in ({"window": (64, 0)}, {"softcap": 30.0}):
+        assert "takes no" in backend.refuses(replace(BenchCase(dtype="fp16"), **change), "fwd", "cpu")
+
+
 def test_what_is_in_the_table_is_taken():
     for rung in CUDA_RUNGS:
         for dtype in rung.dtypes:

@@ -187,10 +187,10 @@ class BenchCase:
     def head_dims(self) -> str:
         return f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}-{self.head_dim_v}"
 
-    def flags(self) -> str:
-        """The flags of `flashtile run` that give this case."""
+    def flags(self, mode: str = "fwd") -> str:
+        """The flags of `flashtile run --mode ...` that give this case; decode has one query where none are named."""
         words = ["-b", self.batch, "-s", self.seqlen_k]
-        words += ["--seqlen-q", self.seqlen_q] if self.seqlen_q != self.seqlen_k else []
+        words += ["--seqlen-q", self.seqlen_q] if self.seqlen_q != self.seqlen_k or mode == DECODE else []
         words += ["--nheads", self.num_heads]
         words += ["--nheads-kv", self.num_heads_kv] if self.num_heads_kv != self.num_heads else []
         words += ["-d", self.head_dims]

@@ -406,8 +406,8 @@ class _Measurement:
         self.report = Report(self.device, self.settings, record.environment(self.device, self.settings.commit), {
             "command": "compare" if baseline else "run", "timer": timer, "l2": self._watch(timer).l2,
             "seed": self.settings.seed, "rep_ms": self.rep_ms, "repeats": self.settings.repeats, "rounds": rounds,
-            "timeout_s": self.settings.timeout_s, "threshold": self.settings.threshold, "data": "normal", "modes": self.modes,
-            "backends": self.backends, "baseline": baseline, "device": self.device.type,
+            "timeout_s": self.settings.timeout_s, "threshold": self.settings.threshold, "check": self.settings.check,
+            "data": "normal", "modes": self.modes, "backends": self.backends, "baseline": baseline, "device": self.device.type,
             "flops": record.FLOPS_CONVENTION,
         })  # fmt: skip
         # (case, mode) -> backends whose rows an earlier run has
@@ -529,7 +529,7 @@ class _Measurement:
 
     def _add(self, case, name, mode, status="ok", reason="", **more) -> Result:
         work = "fwd" if mode in FORWARD_MODES else mode
-        words = f"run {case.flags()} --mode {mode}" + (f" --backend {name}" if name != SUBJECT else "")
+        words = f"run {case.flags(mode)} --mode {mode}" + (f" --backend {name}" if name != SUBJECT else "")
         # Of a comparison repeats are rounds, of which run has none
         chosen = replace(self.settings, repeats=None) if self.baseline else self.settings
         repro = command_line(words, chosen) + (" --device cpu" if self.device.type == "cpu" else "")
@@ -551,14 +551,14 @@ class _Measurement:
         modes = []
         try:
             attend = peers.load(name, str(self.device))
-            if (over_cache := peers.BACKENDS[name].over_cache) and open_modes == [DECODE]:
-                attend = over_cache(state.k, state.v, case)
             for mode in open_modes:
                 blocked = self._blocked(case, name, mode)
                 if blocked is None:
                     modes.append(mode)
                 else:
                     self._add(case, name, mode, *blocked)
+            if (over_cache := peers.BACKENDS[name].over_cache) and modes == [DECODE]:
+                attend = over_cache(state.k, state.v, case)
         except Exception as error:
             failure = self._describe_failure(error)
         if failure is not None:
@@ -808,7 +808,8 @@ class CaseTensors:
         return self._gate
 
     def bytes(self, mode) -> int:
-        tensors = [self.q, self.k, self.v] + ([] if mode in FORWARD_MODES else [self.dout])
+        # Of a latent cache v is a part of k
+        tensors = [self.q, self.k] + [self.v] * (not self.case.latent) + [self.dout] * (mode not in FORWARD_MODES)
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def make_fn(self, attend, mode):

@@ -38,6 +38,8 @@ def _backend(rung, config):
     def refuses(case, mode, device):
         problem, where = case.problem(), hardware.detect(device)
         if rung.tier:
+            if reason := rungs.refuses_options(problem):
+                return reason
             directions = ("forward",) if mode == "fwd" else ("forward", "backward")
             try:
                 for direction in directions:
@@ -120,6 +122,8 @@ def compare(cases, numbers, modes=("fwd", "bwd"), config=None, **options):
         if result.backend.startswith("rung-"):
             flags = replace(result.case, dtype=cases[0].dtype).flags()
             words = f"ladder run --rung {result.backend.removeprefix('rung-')} {flags} --mode {result.mode}"
+            if config is not None:
+                words += f" --tile {config.tile_m},{config.tile_n},{config.num_warps},{config.num_stages}"
             result.repro = engine.command_line(words, report.settings)
     report.resolved["tiles"] = {
         backend_name(rung): {dim: asdict(config or rung.configs[dim]) for dim in sorted({case.head_dim for case in cases})

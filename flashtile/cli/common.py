@@ -71,7 +71,7 @@ class ShapeFlags:
                                  "flashtile run and compare take it.")  # fmt: skip
         causal = "both" if self.causal_both else None if self.causal is None else "yes" if self.causal else "no"
         values = {field.name: getattr(self, field.name) for field in fields(Shape)} | {"causal": causal}
-        defaults = {"dtype": dtype} | ({"seqlen_q": "1"} if one_query else {})
+        defaults = {"dtype": dtype} | ({"seqlen_q": "1"} if one_query and not self.varlen else {})
         shape = Shape(**values | {"varlen": self.varlen or None, "alibi": self.alibi or None})
         cases = build_cases(self.preset, shape, defaults)
         if "fp8" not in takes and any(case.dtype == "fp8" for case in cases):

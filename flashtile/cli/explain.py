@@ -72,10 +72,11 @@ def find_target(name, hardware):
 def _describe(case, device, compile_kernels, progress):
     """Lines about one case."""
     from flashtile.cli.show import size
-    from flashtile.problem import check_head_dims
+    from flashtile.problem import check_counts, check_head_dims
 
     problem = case.problem()
     check_head_dims(q=problem.head_dim, v=problem.head_dim_v)
+    check_counts(problem.batch * problem.num_heads, max(problem.longest_q, problem.longest_k))
     forward, backward = case.flops("fwd"), case.flops("bwd")
     num_bytes = problem.bytes_moved("fwd")
     yield from _work(f"{_giga(forward)} GFLOP forward, {_giga(backward)} backward", forward, num_bytes, problem, device)
@@ -145,10 +146,12 @@ def _describe_latent(case, device):
 
 def _describe_cache(case, device, compile_kernels, progress):
     """Lines about `flashtile.attention_with_kvcache` on a cache whose slots are all in use."""
+    from flashtile.kvcache_problem import check_capacity
     from flashtile.problem import check_head_dims
 
     problem = case.cache_problem()
     check_head_dims(q=problem.head_dim, v=problem.head_dim_v)
+    check_capacity(problem.capacity)
     lengths = [case.seqlen_k] * case.batch
     flops = problem.flops(lengths)
     yield from _work(f"{_giga(flops)} GFLOP", flops, problem.bytes_moved(lengths), problem, device)

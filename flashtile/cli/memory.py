@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from flashtile.cli.common import OK, OutputFlags, Progress, ShapeFlags, command, exit_code
+from flashtile.cli.run import check_head_dims
 
 
 def add(app) -> None:
@@ -34,6 +35,7 @@ def memory(
         torch_device = engine.resolve_device("cpu" if there else device)
         # The formulas speak of a GPU's dtype
         cases = shape.cases("bf16" if torch_device.type == "cpu" else engine.default_dtype(torch_device), takes=())
+        check_head_dims(engine.SUBJECT, cases, ["fwd"])
         settings = engine.Settings(check=check, roof=False, commit=output.commit)
         printer = show.Printer("memory", console, progress, output)
         report = measurement.measure_memory(cases, train=train, device=torch_device, settings=settings, listener=printer,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from flashtile.cli.common import OK, PACKED, Progress, ShapeFlags, command, make_console
+from flashtile.cli.run import check_head_dims
 
 
 def add(app) -> None:
@@ -46,6 +47,11 @@ def profile(
         cases = shape.cases("bf16" if there is None else engine.default_dtype(there), takes=PACKED)
         if len(cases) != 1:
             raise UsageError(f"profile: expected one case, got {len(cases)}.")
+        check_head_dims(name, cases, [mode])
+        if not print_command:
+            peers.load(name, str(there))
+        if there is not None and (reason := peers.BACKENDS[name].refusal(cases[0], mode, there)):
+            raise UsageError(f"backend: {name} does not take {cases[0].label()} {mode}: {reason}.")
         path = f"{out}/{tool}-{name}-{mode}.{profilers.SUFFIXES[tool]}"
         reason = profilers.missing(tool, on_gpu)
         if reason and not print_command:

@@ -37,6 +37,7 @@ def tune(
         from flashtile.bench import engine, record
         from flashtile.bench import tune as tuning
         from flashtile.bench.cases import UsageError, parse_choices
+        from flashtile.problem import check_head_dims
 
         kernels = parse_choices(kernel, [*tuning.CANDIDATES, *tuning.DECODE_KERNELS], "kernel")
         decodes = [name in tuning.DECODE_KERNELS for name in kernels]
@@ -45,7 +46,10 @@ def tune(
         there = engine.resolve_device(device or "cuda", gpu_for="timing tiles")
         tiles_of = find_target(target, hardware) if target else None
         rows = []
-        for case in shape.cases(engine.default_dtype(there), decodes[0], takes=("alibi", "page_size") if decodes[0] else ()):
+        cases = shape.cases(engine.default_dtype(there), decodes[0], takes=("alibi", "page_size") if decodes[0] else ())
+        for case in cases:
+            check_head_dims(q=case.head_dim, v=case.head_dim_v)
+        for case in cases:
             found = tuning.run(case, kernels, there, seed, progress.say, tiles_of)
             rows += found
             with progress.paused():

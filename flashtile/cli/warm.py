@@ -109,8 +109,8 @@ def _warm_decode(case, device):
     from flashtile.bench import peers
     from flashtile.bench.cases import UsageError, make_inputs
 
-    if case.latent and case.latent_refusal:
-        raise UsageError(f"{case.label()}: {case.latent_refusal}.")
+    if case.latent and (reason := peers.BACKENDS["flashtile"].refusal(case, "decode", torch.device(device))):
+        raise UsageError(f"{case.label()}: {reason}.")
     begin = time.perf_counter()
     q, k, v, _ = make_inputs(case, device)
     if case.latent:

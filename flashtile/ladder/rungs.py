@@ -134,6 +134,15 @@ def refuses_config(rung: Rung, config: TileConfig, head_dim: int, device) -> str
     return None
 
 
+def refuses_options(problem) -> str | None:
+    """Why no rung takes an AttentionProblem, or None: they are called with a causal mask or without, and nothing else."""
+    if problem.window not in ((None, None), (None, 0)):
+        return "takes no mask but the causal one, no window"
+    if problem.softcap or problem.dropout_p or problem.has_alibi or problem.has_sinks:
+        return "takes no softcap, dropout, ALiBi or sinks"
+    return None
+
+
 def refuses(rung: Rung, problem, device, config: TileConfig | None = None) -> str | None:
     """Why a rung of the ladder does not take an AttentionProblem, or None. Rungs 10 and 11: ask the tier."""
     if device.sm < 80:
@@ -150,10 +159,8 @@ def refuses(rung: Rung, problem, device, config: TileConfig | None = None) -> st
         return f"takes as many key-value heads as query heads, not {problem.num_heads_kv} for {problem.num_heads}"
     if problem.varlen or problem.seqlen_q != problem.seqlen_k:
         return "takes self-attention: as many queries as keys, not packed"
-    if problem.window not in ((None, None), (None, 0)):
-        return "takes no mask but the causal one, no window"
-    if problem.softcap or problem.dropout_p or problem.has_alibi or problem.has_sinks:
-        return "takes no softcap, dropout, ALiBi or sinks"
+    if reason := refuses_options(problem):
+        return reason
     if not problem.softmax_scale > 0:
         return f"takes a softmax_scale above 0, not {problem.softmax_scale}"
     if max(problem.batch, problem.num_heads) > 65535 or rung.number == 1 and problem.batch * problem.num_heads > 65535:
