@@ -274,7 +274,8 @@ def test_many_sequences(num_sequences, page_size, seqlen_q, poisoned):
     """As many as are added up at once, and more; of three queries also as packed ones, of which some have none."""
     draw = random.Random(0)
     lengths = tuple(draw.randint(0, 300) for _ in range(num_sequences))
-    case = CacheCase("many", lengths, seqlen_q, capacity=320, page_size=page_size, heads=4, heads_kv=1, head_dim=64, causal=True)
+    case = CacheCase("many", lengths, seqlen_q, capacity=320, page_size=page_size, heads=4, heads_kv=1, head_dim=64,
+                     causal=True)  # fmt: skip
     check_cache(case, torch.bfloat16, "cuda")
     if seqlen_q > 1:
         lengths_q = tuple(draw.randint(0, 3) for _ in lengths)
