@@ -819,9 +819,19 @@ def _whole_and_alone(problem, num_sms) -> bool:
     return _whole_is_as_fast(problem, num_sms) and problem.batch * problem.num_heads_kv <= num_sms
 
 
+def _short(problem, num_sms) -> bool:
+    """Where a larger tile is mostly empty in many row tiles; of lengths log-uniform to 16k 128 keys are faster."""
+    return problem.capacity <= 1024
+
+
 def _many_row_tiles(problem, num_sms) -> bool:
     """So many, and so short, that programs end together whatever the lengths are."""
-    return problem.batch * problem.num_heads_kv >= 15 * num_sms and problem.capacity <= 1024
+    return problem.batch * problem.num_heads_kv >= 15 * num_sms and _short(problem, num_sms)
+
+
+def _many_groups(problem, num_sms) -> bool:
+    """The same of several rows; of one row several heads of a program read fp8 as fast as memory gives it."""
+    return _many_row_tiles(problem, num_sms) and problem.seqlen_q * problem.group_size > 2
 
 
 _DECODE_H200 = "benchmarks/results/nvidia-h200/decode.json"
@@ -840,6 +850,7 @@ DECODE = (
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 1), "sm_90", _DECODE_FP8, pages=2, when=_a_tile_each, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 1), "sm_90", _DECODE_BOTH, when=_many_parts),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_few_keys),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_groups, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_FP8, when=_eight_heads_of_96, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 32, 2, 3, 4, heads=2), "sm_90", _DECODE_FP8, when=_eight_heads, fp8=True),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
@@ -849,12 +860,12 @@ DECODE = (
     DecodeRow(128, 2, 32, DecodeConfig(32, 64, 4, 3, 2), "sm_90", _DECODE_FP8, fp8=True),
     DecodeRow(64, 2, 16, DecodeConfig(16, 32, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
     DecodeRow(256, 2, 16, DecodeConfig(16, 16, 4, 3, 2, heads=4), "sm_90", _DECODE_HEADS, when=_many_heads),
-    # With 4 rows as fast as shares
-    DecodeRow(128, 2, 2, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, whole=True), "sm_90", _DECODE_SINGLE, when=_many_row_tiles),
     DecodeRow(64, 2, 16, DecodeConfig(16, 128, 4, 3, 2), "sm_90", _DECODE_BOTH, pages=2),
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2, one_loop=False), "sm_90", _DECODE_SINGLE, when=_narrower),
     # On an H200 12% faster than 128 keys, on an H100 equal
     DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_BOTH, when=_narrow),
+    DecodeRow(128, 2, 16, DecodeConfig(16, 64, 4, 3, 2), "sm_90", _DECODE_SINGLE, when=_short),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1, keeps_q=True), "H100", _DECODE_BOTH, when=_in_rows),
     DecodeRow(128, 2, 16, DecodeConfig(16, 128, 8, 3, 1), "sm_90", _DECODE_H200, pages=1),
     # From here on pages that are smaller: of 64 slots, single runs, 7% faster for ragged lengths, with 8 rows 3% slower

@@ -412,9 +412,9 @@ def test_row_tiles_of_small_caches_stay_whole():
     assert not any(is_split(*call) for call in ((6, 512), (8, 512), (16, 512), (8, 1024), (16, 2048)))
     split = (1, 512), (2, 512), (1, 8192), (4, 2048), (8, 2048), (8, 4096), (64, 512), (16, 8192)
     assert all(is_split(*call) for call in split)
-    # many short row tiles; not with rows of a group, longer ones or fewer
-    assert not is_split(64, 1024, 32) and not is_split(128, 512, 32)
-    assert all(is_split(*call) for call in ((256, 1024, 8), (64, 2048, 32), (32, 1024, 32)))
+    # many short row tiles; not longer ones or fewer
+    assert not any(is_split(*call) for call in ((64, 1024, 32), (128, 512, 32), (256, 1024, 8)))
+    assert all(is_split(*call) for call in ((128, 1024, 8), (64, 2048, 32), (32, 1024, 32)))
 
 
 def test_fixed_splits_have_the_tiles_of_any_batch():
@@ -430,6 +430,8 @@ def test_fixed_splits_have_the_tiles_of_any_batch():
     assert tile_n(64) == tile_n(64, page_size=128) == tile_n(64, page_size=256) == 128
     assert tile_n(64, page_size=96) == tile_n(64, page_size=1) == tile_n(64, page_size=64, has_leftpad=True) == 64
     assert tile_n(64, page_size=16) == tile_n(64, page_size=128, has_leftpad=True) == 64
+    # short ones, in rows and pages
+    assert tile_n(128, capacity=1024) == tile_n(128, capacity=1024, page_size=128) == 64 < tile_n(128, capacity=2048)
     # two pages, for more rows, and where row tiles stay whole
     assert tile_n(64, seqlen_q=2, page_size=64) == tile_n(8, capacity=512, page_size=64) == 128
     assert tile_n(8, capacity=512, page_size=16) == 64
@@ -469,6 +471,8 @@ def test_tiles_of_few_keys_of_fp8():
 
     assert tile() == tile(page_size=64) == tile(batch=4, capacity=1024) == (128, 1)
     assert tile(capacity=512) == tile(page_size=16) == tile(cache_dtype=torch.bfloat16) == (64, 1)
+    assert tile(batch=256, capacity=1024) == tile(batch=2048, capacity=512, num_heads=8, num_heads_kv=1) == (64, 2)
+    assert tile(batch=256, capacity=1024, num_heads=8) == (32, 4)
     assert tile(capacity=32768) == (64, 2) and tile(num_splits=8) == (128, 2)
     assert tile(batch=16, head_dim=192) == (128, 2) and tile(head_dim=192) == tile(batch=16, head_dim=224) == (64, 2)
 
