@@ -268,6 +268,19 @@ def test_regress_measures_again_what_a_record_has(capsys):
     assert cli.main(["regress", "--device", "cpu", "--baseline", "first", "--repeats", "6", "--no-progress", "-q"]) in (0, 4)
 
 
+def test_regress_tells_what_only_the_baseline_has(capsys):
+    flags = [*SMALL, "--no-roof", "--repeats", "6"]
+    assert cli.main(["run", *flags, "--save", "both"]) == 0
+    assert cli.main(["run", *flags, "--mode", "fwd", "--save", "one"]) == 0
+    capsys.readouterr()
+    compared = ["regress", "--device", "cpu", "--no-progress", "--json", "found.json"]
+    assert cli.main([*compared, "--baseline", "both", "--against", "one"]) in (0, 4)
+    assert "not compared: 1 that only the baseline has" in capsys.readouterr().out
+    assert [row["mode"] for row in record.load("found.json")["regress"]["not_compared"]] == ["bwd"]
+    assert cli.main([*compared, "--baseline", "one", "--against", "both"]) in (0, 4)
+    assert "not compared" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags", ["-s 128", "--mode fwd", "--no-grad", "--preset gpt3"])
 def test_regress_of_a_record_has_its_cases(flags, capsys):
     assert cli.main(["run", *SMALL, "--no-roof", "--mode", "fwd", "--repeats", "6", "--save", "first"]) == 0

@@ -235,6 +235,14 @@ def compare_records(before: dict, after: dict, threshold: float) -> list[Row]:
     return rows
 
 
+def not_compared(before: dict, after: dict) -> list[dict]:
+    """config and mode of what only the first of two documents has of flashtile."""
+    rows = [row for row in after["results"] if row["backend"] == engine.SUBJECT]
+    there = {(BenchCase.from_config(row["config"]), row["mode"]) for row in rows}
+    lost = [row for row in before["results"] if _key(row) and _key(row) not in there]
+    return [{"config": row["config"], "mode": row["mode"]} for row in lost]
+
+
 def document(rows, baseline, against, method, device, settings, seconds) -> dict:
     """The record of a comparison of versions."""
     modes = list(dict.fromkeys(row.mode for row in rows))
@@ -246,7 +254,8 @@ def document(rows, baseline, against, method, device, settings, seconds) -> dict
                      "seconds": round(seconds, 1), "flops": record.FLOPS_CONVENTION},
         "interrupted": False, "results": [], "comparisons": [],
         "regress": {"baseline": baseline.to_json(), "against": against.to_json(), "method": method,
-                    "rows": [row.to_json() for row in rows]},
+                    "rows": [row.to_json() for row in rows],
+                    "not_compared": not_compared(baseline.document, against.document) if method == "records" else []},
     }  # fmt: skip
 
 

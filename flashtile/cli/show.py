@@ -228,6 +228,7 @@ def regress_table(console, rows, found: dict) -> None:
     from rich.table import Table
 
     from flashtile.bench import stats
+    from flashtile.bench.cases import BenchCase
 
     names = [f"{v['name']}{' @ ' + v['commit'][:8] if v['commit'] else ''}" for v in (found["baseline"], found["against"])]
     console.print(f"baseline {names[0]}, against {names[1]}, {found['method']}\n", markup=False)
@@ -241,6 +242,9 @@ def regress_table(console, rows, found: dict) -> None:
         change = f"{row.change:+.1%} \\[{row.ci95[0]:+.1%}, {row.ci95[1]:+.1%}]"
         table.add_row(row.case.label(), row.mode, ms(row.baseline_ms), ms(row.against_ms), change, verdict_text(row))
     console.print(table)
+    if alone := found["not_compared"]:
+        first = f"{BenchCase.from_config(alone[0]['config']).label()} {alone[0]['mode']}"
+        console.print(f"\nnot compared: {len(alone)} that only the baseline has, such as {first}", markup=False)
     verdicts = [row.verdict for row in rows if row.status == "ok"]
     counts = "  ".join(f"{verdicts.count(word)} {word}" for word in stats.VERDICTS)
     if verdicts:
