@@ -90,6 +90,10 @@ class CallShape:
     def __post_init__(self):
         if self.softmax_scale is None:
             object.__setattr__(self, "softmax_scale", self.head_dim**-0.5)
+        for name in ("softmax_scale", "softcap"):
+            if isinstance(getattr(self, name), int):
+                # torch takes an int for an int64
+                object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def varlen(self) -> bool:

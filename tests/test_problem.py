@@ -116,6 +116,8 @@ def test_packed_call_is_described():
 def test_given_scale_zero_is_kept():
     assert describe(softmax_scale=0.0).softmax_scale == 0.0
     assert describe(softmax_scale=2).softmax_scale == 2
+    # Of any size: torch takes an int for an int64
+    assert all(isinstance(x, float) for x in (describe(softcap=10**38).softcap, describe(softmax_scale=10**30).softmax_scale))
 
 
 def test_wide_rows_are_noticed():
