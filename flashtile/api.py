@@ -114,7 +114,8 @@ def attention_with_kvcache(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), or (total_q, num_heads, head_dim) with cu_seqlens_q. fp16, bf16, fp32
-            (on a CPU also fp64) or fp8 (e4m3). seqlen_q is 1 in decoding, a few with speculation, thousands in a prefill.
+            (on a CPU also fp64) or fp8 (e4m3; sm_89 and newer, and CPUs). seqlen_q is 1 in decoding, a few with
+            speculation, thousands in a prefill.
         k_cache: (batch_cache, seqlen_cache, num_heads_kv, head_dim), a row a sequence; or with block_table
             (num_pages, page_size, num_heads_kv, head_dim) with any page size. The dtype of q, or fp8. Slots outside of a
             sequence are never read into a result, nor pages that lie left of the window of all its queries.
