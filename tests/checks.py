@@ -284,6 +284,8 @@ def poisoned_memory():
 
         return allocate_and_fill
 
+    # Scratch of calls before is finite
+    outputs._kept.clear()
     with (
         mock.patch.object(torch, "empty", poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", poisoned(torch.empty_like)),

@@ -153,3 +153,27 @@ def poisoned():
     """Uninitialised memory holds NaN in this test."""
     with poisoned_memory():
         yield
+
+
+@pytest.fixture
+def long_keys(monkeypatch, forget):
+    """Few keys are loaded in a loop, as many are."""
+    from flashtile import tiles
+
+    monkeypatch.setattr(tiles, "resident_config", lambda problem, device: None)
+    forget()
+
+
+@pytest.fixture
+def long_tiles(long_keys, monkeypatch, request, forget):
+    """Calls have the tiles of long ones, at head dims to 64 those of so many queries; what other units limit stays as it is."""
+    from flashtile import tiles
+
+    limited = (tiles._is_capped, tiles._has_dropout)
+    rows = [row if row.when in limited else row._replace(when=None) for row in tiles.HOPPER
+            if row.max_keys is None and row.when is not tiles._is_fp8]  # fmt: skip
+    rows = [row if len(row.configs) == 1 else row._replace(configs=tuple(c for c in row.configs if c.tile_m == request.param))
+            for row in rows]  # fmt: skip
+    monkeypatch.setattr(tiles, "HOPPER", tuple(rows))
+    forget()
+    return request.param

@@ -220,3 +220,20 @@ def flash_mla_rule(out, reference, lse, reference_lse):
     if not difference < 5e-6:
         lines.append(f"out: cosine difference {difference:.2e}, FlashMLA allows 5e-6")
     return lines
+
+
+def check_lse_without_sinks(dtype, device):
+    """As FlashMLA gives it: sinks count in out alone, and a row without a key has lse +inf."""
+    from flashtile.compat import flash_mla
+
+    x = BY_NAME["sinks"].make(dtype, device)
+    meta, num_splits = flash_mla.get_mla_metadata(x["cache_seqlens"], 8, 1)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        x["q"], x["kv_cache"], x["block_table"], x["cache_seqlens"], 512, meta, num_splits, attn_sink=x["sinks"],
+        causal=x["causal"],
+    )
+    expected, expected_lse = mla.decode(**x, lse_with_sinks=False, dtype=torch.float64)
+    empty = expected_lse.isinf()
+    assert empty.any() and (lse[empty] == float("inf")).all() and (out[x["cache_seqlens"] == 0] == 0).all()
+    torch.testing.assert_close(lse[~empty].double(), expected_lse[~empty].double(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(out.double(), expected.double(), atol=1e-2, rtol=1e-2)

@@ -60,6 +60,20 @@ def test_portable_interpreted(name, monkeypatch):
         check_cache(BY_NAME[name], torch.float32)
 
 
+@pytest.mark.parametrize("name", ["plain", "alike", "window", "several_queries", "append", "leftpad"])
+def test_a_share_keeps_queries(name, monkeypatch):
+    """As on an H100, without pages."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    call = decode.Call
+    config = tiles.DecodeConfig(16, 32, 4, 2, 1, keeps_q=True)
+    monkeypatch.setattr(decode, "Call", lambda problem, _, *rest: call(problem, config, *rest))
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float32)
+
+
 @pytest.mark.parametrize("one_loop", [False, True])
 @pytest.mark.parametrize("name", ["alike", "alike_paged", "window", "packed", "packed_append_differs", "several_queries"])
 def test_more_sequences_than_are_added_up_at_once(name, one_loop, monkeypatch):

@@ -50,9 +50,14 @@ def calls(arch):
     # On Hopper several heads of a program
     many_heads = product(((torch.bfloat16,) * 2,), (160, 96, 40, 120), (32,), (1,), (64, 1), ((32, 4096),),
                          hardware.DEVICES.values())  # fmt: skip
+    # Those of full tiles are without pages, or with large ones; 8 rows in pages, and 32
+    rows = [((torch.bfloat16,) * 2, 128, 8, 1, page_size, (16, 8192), device) for page_size in (None, 128)
+            for device in hardware.DEVICES.values()]  # fmt: skip
+    rows += [((torch.bfloat16,) * 2, 128, *more, device) for more in ((8, 2, 64, (64, 4096)), (2, 8, 64, (1, 16384)))
+             for device in hardware.DEVICES.values()]  # fmt: skip
     fp8 = product(((torch.bfloat16, FP8),), (128, 256, 192, 160, 96, 72), (8,), (1, 8), (64, 1), ((32, 4096),),
                   hardware.DEVICES.values())  # fmt: skip
-    for (dtype, cache_dtype), dim, heads, seqlen_q, page_size, (batch, capacity), device in chain(small, many_heads, fp8):
+    for (dtype, cache_dtype), dim, heads, seqlen_q, page_size, (batch, capacity), device in chain(small, many_heads, rows, fp8):
         if device.sm != arch or cache_dtype == FP8 and (device.sm < 89 or seqlen_q > 8):
             continue
         # one query comes with one new key, rotated
@@ -69,10 +74,11 @@ def calls(arch):
             continue
         seen.add(key)
         q = empty(batch, seqlen_q, 4 * heads, dim, dtype=dtype)
-        k_cache, v_cache = (empty(256, page_size, heads, dim, dtype=cache_dtype) for _ in range(2))
+        slots = (256, page_size) if page_size else (batch, capacity)
+        k_cache, v_cache = (empty(*slots, heads, dim, dtype=cache_dtype) for _ in range(2))
         k, v = (empty(batch, 1, heads, dim, dtype=dtype) for _ in range(2))
         angles = empty(4096, 32, dtype=dtype)
-        table = empty(batch, capacity // page_size)
+        table = empty(batch, capacity // page_size) if page_size else None
         # Of keys and values alone: queries have none but in fp8
         descale = empty(batch, heads, dtype=torch.float32) if cache_dtype == FP8 else None
         operands = CacheOperands(q, k_cache, v_cache, k, v, cache_seqlens=empty(batch), block_table=table, rotary_cos=angles,

@@ -9,7 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mla_cases import BY_NAME, CASES, MlaCase, check, check_infinite_sink, check_other_lengths
+from mla_cases import (
+    BY_NAME,
+    CASES,
+    MlaCase,
+    check,
+    check_infinite_sink,
+    check_lse_without_sinks,
+    check_other_lengths,
+)
 
 import flashtile
 from flashtile import hardware
@@ -517,6 +525,12 @@ def test_opcheck(monkeypatch):
         torch.library.opcheck(torch.ops.flashtile.mla_decode.default, (*tensors, 512, None, x["causal"], True))
     lengths = torch.tensor([5, 600], dtype=torch.int32)
     torch.library.opcheck(torch.ops.flashtile.mla_schedule.default, (lengths, lengths, 1000, 2, 1, 16, 1))
+
+
+def test_lse_without_sinks_in_the_portable_kernels(monkeypatch):
+    needs_interpreter()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    check_lse_without_sinks(torch.float16, "cpu")
 
 
 def test_flash_mla_names():

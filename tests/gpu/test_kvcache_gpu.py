@@ -58,7 +58,8 @@ def test_large_cache_of_fp8(head_dim, heads_kv, seqlen_q, page_size, poisoned):
                      head_dim=head_dim, head_dim_v=head_dim_v, causal=True, fp8="cache", descale=True)  # fmt: skip
     for dtype in DTYPES[:2]:
         check_cache(case, dtype, "cuda")
-    check_cache(replace(case, fp8="all", num_splits=3), torch.bfloat16, "cuda")
+    for num_splits in (0, 3):
+        check_cache(replace(case, fp8="all", num_splits=num_splits), torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("heads_kv", [2, 8])
@@ -129,6 +130,15 @@ def test_prefill(head_dim, page_size, poisoned, monkeypatch):
     packed = dict(new=None, lengths_q=(150, 0, 300, 1, 77, 256), lengths_new=(150, 3, 300, 1, 77, 256), tail=5)
     for more in (case, replace(case, window=(200, 0)), replace(case, **packed)):
         check_cache(more, torch.bfloat16, "cuda", seed=5)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("long_tiles", [192, 256], indirect=True)
+def test_prefill_by_tiles_of_many_queries(long_tiles, page_size, poisoned, monkeypatch):
+    """Of head dim 64, which has tiles of 128 rows where queries are few, as in these tests."""
+    take_hopper_alone(monkeypatch)
+    for window in ((None, None), (200, 0)):
+        check_cache(replace(PREFILL, page_size=page_size, window=window), torch.bfloat16, "cuda", seed=5)
 
 
 FP8_PREFILL = replace(PREFILL, new=None, fp8="all", descale=True)
@@ -229,14 +239,12 @@ def test_prefill_reads_nothing_left_of_the_window(page_size, monkeypatch):
     torch.testing.assert_close(flashtile.attention_with_kvcache(q, k_cache, v_cache, **options), expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
-def test_bits_of_prefills_in_three_parts_repeat(page_size, three_parts):
-    test_bits_of_prefills_repeat(page_size)
-
-
-@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
-def test_bits_of_prefills_repeat(page_size):
-    """100 runs of two calls in turn, and of a graph."""
+def test_bits_of_prefills_repeat(page_size, num_parts, monkeypatch, forget):
+    """100 runs of two calls in turn, and of a graph, with the keys in one part and in three."""
+    monkeypatch.setattr(tiles, "_numbers_of_parts", lambda problem, device, config: (num_parts,))
+    forget()
     # A page of all slots is a row
     (q, *caches), options = serving_call(6, page_size=page_size or 3000, seqlen_q=200)
     if not page_size:
@@ -269,9 +277,10 @@ def test_large_cache(page_size, head_dim, poisoned):
 
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("num_sequences", [900, 2500])
+@pytest.mark.parametrize("num_sequences", [900, 1500, 2500])
 def test_many_sequences(num_sequences, page_size, seqlen_q, poisoned):
-    """As many as are added up at once, and more; of three queries also as packed ones, of which some have none."""
+    """As many as are added up at once, and more; and so many that each has a program. Of three queries also as packed ones, of
+    which some have none."""
     draw = random.Random(0)
     lengths = tuple(draw.randint(0, 300) for _ in range(num_sequences))
     case = CacheCase("many", lengths, seqlen_q, capacity=320, page_size=page_size, heads=4, heads_kv=1, head_dim=64,
@@ -302,23 +311,59 @@ def test_large_cache_of_many_heads(page_size, head_dim, poisoned):
     check_cache(replace(case, **more), torch.float16, "cuda")
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.capacity], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES + FP8_CASES if c.capacity and max(c.head_dim, c.dim_v) <= 160],
+                         ids=lambda case: case.name)  # fmt: skip
 def test_several_heads_of_a_program(case, poisoned, monkeypatch):
-    """All that a call may ask for, by the tiles of many heads."""
+    """All that a call may ask for, by the tiles of many heads: four of 16 bits, two of fp8."""
+    if case.fp8:
+        skip_without_fp8()
     from flashtile.portable import decode
 
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     call, configs = decode.Call, []
 
     def with_heads(problem, config, *rest):
-        configs.append(tiles.DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4))
+        of_fp8 = tiles.DecodeConfig(16, 16, 2, 3, 4, one_loop=False, heads=2)
+        configs.append(of_fp8 if case.fp8 else tiles.DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4))
         return call(problem, configs[-1], *rest)
 
     monkeypatch.setattr(decode, "Call", with_heads)
     case = replace(case.scaled(11), heads=4 * case.heads, heads_kv=4 * case.heads_kv)
-    if max(case.head_dim, case.dim_v) <= 160:
-        check_cache(case, torch.bfloat16, "cuda", seed=3)
-        assert configs or not case.seqlen_q
+    check_cache(case, torch.bfloat16, "cuda", seed=3)
+    assert configs or not case.seqlen_q
+
+
+@pytest.mark.parametrize(("config", "case"), [
+    (tiles.DecodeConfig(16, 64, 4, 3, 2, whole=True), CacheCase("fp8_groups", capacity=256, heads=8, heads_kv=1, head_dim=128,
+                                                                 lengths=(256, 0, 31, 64) * 500, fp8="cache", descale=True)),
+    (tiles.DecodeConfig(16, 64, 4, 3, 2), CacheCase("dim_96", (4096, 1, 0, 63) * 16, capacity=4096, heads=32, heads_kv=8,
+                                                    head_dim=96)),
+    (tiles.DecodeConfig(16, 64, 4, 3, 2), CacheCase("short", (1024, 1, 0, 63) * 16, capacity=1024, heads=32, heads_kv=8,
+                                                    head_dim=128)),
+    (tiles.DecodeConfig(16, 128, 8, 3, 1), CacheCase("rows", (4096, 1, 0, 63) * 8, capacity=4096, heads=32, heads_kv=8,
+                                                     head_dim=128)),
+    (tiles.DecodeConfig(16, 128, 8, 3, 1), CacheCase("rows_8_paged", (2048, 1, 0, 63) * 16, capacity=2048, heads=64, heads_kv=8,
+                                                     head_dim=128, page_size=64)),
+    (tiles.DecodeConfig(32, 64, 4, 3, 1), CacheCase("rows_32", (16384,), capacity=16384, heads=64, heads_kv=2, head_dim=128)),
+    (None, CacheCase("keeps_q", (4096, 1, 0, 63) * 8, capacity=4096, heads=32, heads_kv=8, head_dim=128)),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_rows_of_the_table(config, case, poisoned, monkeypatch):
+    """Those that no other test has; of an H100 the one that keeps queries, on any GPU."""
+    from flashtile.portable import decode
+
+    if case.fp8:
+        skip_without_fp8()
+    call, taken = decode.Call, []
+    keeps_q = tiles.DecodeConfig(16, 128, 8, 3, 1, keeps_q=True)
+
+    def watched(problem, chosen, *rest):
+        taken.append(chosen if config else keeps_q)
+        return call(problem, taken[-1], *rest)
+
+    monkeypatch.setattr(decode, "Call", watched)
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    check_cache(case, torch.bfloat16, "cuda")
+    assert taken and (hardware.detect("cuda").name != "H200" or taken[0] == (config or keeps_q))
 
 
 def random_case(seed):
@@ -343,6 +388,7 @@ def random_case(seed):
         alibi=kind.choice([None, None, "heads", "batch"]), sinks=kind.random() < 0.3,
         rotary_dim=kind.choice([0, 8, min(64, head_dim)]) if appends else 0, interleaved=kind.random() < 0.5,
         num_splits=kind.choice([0, 0, 0, 1, 3, 16]),
+        **kind.choice([{}, {}, {}, {"fp8": "cache"}, {"fp8": "cache", "descale": True}]),
     )  # fmt: skip
 
 
@@ -374,7 +420,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(seqlen_q):
 
 
 @pytest.mark.parametrize(("batch", "num_splits", "dim", "heads_kv"), [
-    (1, 0, 128, 2), (1, 5, 128, 2), (40, 0, 128, 2), (40, 5, 128, 2), (1, 0, 72, 2), (120, 0, 72, 2), (9, 0, 96, 32),
+    (1, 0, 128, 2), (1, 5, 128, 2), (60, 0, 128, 2), (40, 5, 128, 2), (1, 0, 72, 2), (120, 0, 72, 2), (9, 0, 96, 32),
     (40, 0, 40, 32),
 ])  # fmt: skip
 def test_bits_repeat(batch, num_splits, dim, heads_kv):
@@ -530,11 +576,12 @@ def test_what_points_outside_stays_inside(what, append, monkeypatch):
         flashtile.attention_with_kvcache(*tensors, **options)
 
 
-def test_no_wait_for_the_device():
+def test_no_wait_for_the_device(forget):
     """Not at the first call nor later: torch would raise at a synchronisation."""
     case = BY_NAME["packed_append"]
     call = case.make(torch.bfloat16, "cuda")
     tensors, options = call.arguments
+    forget()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

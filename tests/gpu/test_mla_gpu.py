@@ -14,6 +14,7 @@ from mla_cases import (
     MlaCase,
     check,
     check_infinite_sink,
+    check_lse_without_sinks,
     check_other_lengths,
     compare,
     random_case,
@@ -53,6 +54,11 @@ def skip_refused(tier, arguments):
 def test_case(tier, case, dtype, poisoned):
     skip_refused(tier, case.make(dtype, "cuda"))
     check(case, dtype, "cuda")
+
+
+def test_lse_without_sinks(tier, poisoned):
+    skip_refused(tier, BY_NAME["sinks"].make(torch.bfloat16, "cuda"))
+    check_lse_without_sinks(torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
