@@ -71,8 +71,8 @@ def has_same_lengths(operands) -> bool:
     """Whether packed queries and keys of each sequence are known to be as many; of a batched call it says nothing."""
     starts_q, starts_k = operands.cu_seqlens_q, operands.cu_seqlens_k
     same_starts = starts_q is starts_k
-    if not same_starts and starts_q is not None and starts_k is not None and starts_q.is_cpu and values_readable(starts_q):
-        # Of CPU tensors the values: two objects may have come of one, between a forward and its backward
+    if not same_starts and starts_q is not None and starts_k is not None and operands.q.is_cpu and values_readable(operands.q):
+        # On a CPU, where calls are checked before, the values: of one tensor two may come, between a forward and its backward
         same_starts = torch.equal(starts_q, starts_k)
     return same_starts and operands.seqused_q is None and operands.seqused_k is None
 
