@@ -47,6 +47,8 @@ FP8_ROWS = [
     (32, 4096, 64, 8, (64,), 64), (32, 4096, 32, 32, (64,), 64), (32, 4096, 16, 16, (64,), 72), (32, 4096, 32, 32, (64,), 96),
     (32, 4096, 16, 16, (64,), 160), (16, 8192, 32, 8, (64,), 192), (32, 4096, 16, 8, (64,), 256),
 ]  # fmt: skip
+# batch, the longest, query heads, key-value heads
+RAGGED = [(64, 65536, 32, 8), (1024, 1024, 8, 1)]
 
 
 def normal(*shape):
@@ -124,7 +126,7 @@ def _over_fp8(lengths, capacity, heads, heads_kv, page_sizes, dim=DIM):
     return functions
 
 
-def fp8_ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
+def fp8_ragged(batch, longest, heads, heads_kv, page_size=64):
     lengths = _log_uniform(batch, longest)
     return _over_fp8(lengths, longest, heads, heads_kv, (page_size,)), int(lengths.sum()) * heads_kv * 2 * DIM
 
@@ -133,7 +135,7 @@ def _log_uniform(batch, longest):
     return (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
 
 
-def ragged(batch=64, longest=65536, heads=32, heads_kv=8, page_size=64):
+def ragged(batch, longest, heads, heads_kv, page_size=64):
     """Lengths log-uniform from 1 to `longest`, in a cache of rows and in pages."""
     lengths = _log_uniform(batch, longest)
     q, cache = normal(batch, 1, heads, DIM), [normal(batch, longest, heads_kv, DIM) for _ in range(2)]
@@ -246,7 +248,9 @@ def main():
     rows, of_row, of_all = (FP8_ROWS, fp8_implementations, fp8_ragged) if arguments.fp8 else (ROWS, implementations, ragged)
     cells = [(dict(batch=b, length=n, nheads=h, nheads_kv=kv, headdim=dim[0] if dim else DIM),
               lambda row=(b, n, h, kv, pages, *dim): of_row(*row)) for b, n, h, kv, pages, *dim in rows]  # fmt: skip
-    cells.append((dict(batch=64, length="log-uniform 1..65536", nheads=32, nheads_kv=8, headdim=DIM), of_all))
+    for batch, longest, heads, heads_kv in RAGGED:
+        cells.append((dict(batch=batch, length=f"log-uniform 1..{longest}", nheads=heads, nheads_kv=heads_kv, headdim=DIM),
+                      lambda row=(batch, longest, heads, heads_kv): of_all(*row)))  # fmt: skip
     for config, make in cells:
         functions, kv_bytes = make()
         us = medians(all_captured(functions), arguments.rounds)
