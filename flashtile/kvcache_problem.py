@@ -40,6 +40,7 @@ from flashtile.problem import (
     checked_window,
     is_traced,
     is_unaligned,
+    limited_window,
     values_readable,
     visible_pairs,
 )
@@ -173,8 +174,9 @@ class CacheProblem(CallShape):
         rotary_dim = _check_rotary(operands, head_dim)
         _check_descales(operands, batch, num_heads_kv)
         check_per_head(operands, batch, num_heads)
-        longest_q = min(seqlen_q, q.shape[0]) if packed and not is_traced(seqlen_q, q.shape[0]) else seqlen_q
-        window = checked_window((options.window_left, options.window_right), options.causal, longest_q, capacity)
+        window = checked_window((options.window_left, options.window_right), options.causal, seqlen_q, capacity)
+        if packed and not is_traced(q.shape[0], capacity):
+            window = limited_window(window, max(q.shape[0], capacity))
         check_scale(options.softmax_scale)
         check_softcap(options.softcap)
         if not 0 <= options.num_splits <= MAX_SPLITS:

@@ -35,6 +35,8 @@ HEAD_DIM_MULTIPLE = 8
 # The way out of a larger one
 WIDER_HEADS = "For wider heads use F.scaled_dot_product_attention."
 INT32_MAX = 2**31 - 1
+# Farther than any side of a window need reach where no sequence is longer; a multiple of 16, as kernels like numbers to be
+FAR = 2**30
 # Rows so far apart that offsets inside of a tile may leave int32
 WIDE_ROWS = 2**22
 # Ends of tiles are beyond the last row
@@ -199,11 +201,12 @@ class AttentionProblem(CallShape):
         check_seqused(operands, batch)
         check_per_head(operands, batch, num_heads)
         traced = is_traced(batch, seqlen_q, seqlen_k, q.shape[0], k.shape[0])
+        window = checked_window(window, causal, seqlen_q, seqlen_k)
         longest_q, longest_k = seqlen_q, seqlen_k
         if varlen and not traced:
             # No packed sequence is longer than all together
             longest_q, longest_k = min(seqlen_q, total_q), min(seqlen_k, total_k)
-        window = checked_window(window, causal, longest_q, longest_k)
+            window = limited_window(window, max(longest_q, longest_k))
         check_scale(softmax_scale)
         check_softcap(softcap)
         if not 0 <= dropout_p < 1:
@@ -498,6 +501,14 @@ def check_per_head(operands, batch, num_heads) -> None:
             continue
         check_device(name, x, operands.q.device)
         check_last_dim(name, x)
+
+
+def limited_window(window, longest) -> tuple[int | None, int | None]:
+    """A window whose far sides, beyond the longest sequence, are so near that positions beside them are int32.
+
+    Not None, which a side is that hides nothing by the max_seqlen promised: a kernel is not compiled for how many tokens come.
+    """
+    return tuple(min(side, FAR) if side is not None and longest <= FAR else side for side in window)
 
 
 def checked_window(window, causal, seqlen_q, seqlen_k) -> tuple[int | None, int | None]:
