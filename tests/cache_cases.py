@@ -3,7 +3,9 @@
 The oracle knows where it put each token: it attends by `naive` over a sequence's keys in float64 and never walks a table.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from unittest import mock
 
 import torch
@@ -179,7 +181,7 @@ class Call:
         return None if values is None else torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def cumulative(self, lengths):
-        return None if lengths is None else self.int32([sum(lengths[:b]) for b in range(len(lengths) + 1)])
+        return None if lengths is None else self.int32(list(accumulate(lengths, initial=0)))
 
     @property
     def arguments(self):
@@ -203,14 +205,16 @@ class Call:
         tensors, options = self.arguments
         return (fn or flashtile.attention_with_kvcache)(*tensors, **options)
 
-    def positions(self, b, count, moves=True):
-        begin = self.case.rotary_seqlens[b] if self.case.rotary_seqlens else self.case.lengths[b]
+    def first_position(self, b):
+        return self.case.rotary_seqlens[b] if self.case.rotary_seqlens else self.case.lengths[b]
+
+    def positions(self, begin, count, moves=True):
         return begin + (torch.arange(count) if moves else torch.zeros(count, dtype=torch.int64)).to(self.device)
 
     def rotated(self, x, positions):
         """(seqlen, heads, dim) rotated in float64, as products of complex numbers."""
         case = self.case
-        if not case.rotary_dim or not len(x):
+        if not case.rotary_dim or not x.numel():
             return x
         cos, sin = (t[positions].double() for t in self.rotary)
         turned, rest = x[..., : case.rotary_dim].double(), x[..., case.rotary_dim :].double()
@@ -231,7 +235,7 @@ class Call:
             for b in range(case.batch if new is not None else 0):
                 count = case.stops[b] - case.lengths[b]
                 x = self.part(new, case.lengths_new, b)[:count]
-                x = self.rotated(x, self.positions(b, count)) if i == 0 else x
+                x = self.rotated(x, self.positions(self.first_position(b), count)) if i == 0 else x
                 if self.cache_dtype == FP8 and self.descales[1 + i] is not None:
                     x = x.float() / self.descales[1 + i][b][:, None]
                 own = slice(case.lengths[b], case.stops[b])
@@ -246,28 +250,32 @@ class Call:
         out = torch.zeros(*self.q.shape[:-1], case.dim_v, dtype=dtype, device=self.device)
         wide = torch.promote_types(dtype, torch.float32)
         lse = torch.full(out.shape[:-1], float("-inf"), dtype=wide, device=self.device).transpose(-1, -2)
-        group = case.heads // case.heads_kv
         moves = case.causal or case.window != (None, None)
+        begins, starts = case.leftpad or (0,) * case.batch, list(accumulate(case.queries, initial=0))
+        # Sequences that are alike but in their values at once
+        alike = defaultdict(list)
         for b in range(case.batch):
-            q = self.part(self.q, case.lengths_q, b)
-            q = self.rotated(q.double(), self.positions(b, len(q), moves))
+            alike[case.queries[b], self.first_position(b), begins[b], case.stops[b]].append(b)
+        for (count, first, begin, stop), group in alike.items():
+            rows = torch.tensor([range(starts[b], starts[b + 1]) for b in group], dtype=torch.int64, device=self.device)
+            q = self.rotated(self.q.flatten(0, -3)[rows].double(), self.positions(first, count, moves))
             if rounded:
                 q = q.to(out_dtype)
-            own = slice(case.leftpad[b] if case.leftpad else 0, case.stops[b])
-            keys = [cache[tuple(index[own] for index in self.places[b])].double() for cache in self.caches]
-            q, k, v = (x.double() if d is None else x.double() * d[b].repeat_interleave(x.shape[1] // case.heads_kv)[:, None]
+            slots = [torch.stack([self.places[b][i][begin:stop] for b in group]) for i in range(2)]
+            keys = [cache[tuple(slots)].double() for cache in self.caches]
+            q, k, v = (x.double() if d is None else
+                       x.double() * d[group].repeat_interleave(x.shape[2] // case.heads_kv, 1)[:, None, :, None]
                        for x, d in zip((q, *keys), self.descales, strict=True))  # fmt: skip
-            slopes = self.slopes[b] if case.alibi == "batch" else self.slopes
-            operands = Operands(*(x.to(dtype)[None] for x in (q, k, v)), alibi_slopes=slopes, sinks=self.sinks)
+            slopes = self.slopes[group] if case.alibi == "batch" else self.slopes
+            operands = Operands(*(x.to(dtype) for x in (q, k, v)), alibi_slopes=slopes, sinks=self.sinks)
             problem = AttentionProblem.from_tensors(operands, causal=case.causal, window=case.window, softcap=case.softcap,
                                                     softmax_scale=case.softmax_scale)  # fmt: skip
-            out_b, lse_b = naive.forward(operands, problem)
+            out_of_group, lse_of_group = naive.forward(operands, problem)
+            out.flatten(0, -3)[rows] = out_of_group
             if case.lengths_q:
-                rows = slice(sum(case.lengths_q[:b]), sum(case.lengths_q[: b + 1]))
-                out[rows], lse[:, rows] = out_b[0], lse_b[0]
+                lse[:, rows] = lse_of_group.transpose(0, 1)
             else:
-                out[b], lse[b] = out_b[0], lse_b[0]
-        assert group * case.heads_kv == case.heads
+                lse[group] = lse_of_group
         return out, lse
 
 

@@ -36,7 +36,7 @@ class Case:
     alibi: str | None = None
     # whether the slopes have a gradient
     dslopes: bool = False
-    # None, "fp32" or "same": their dtype
+    # None, "fp32" or "same": their dtype; "low": fp32, about -100
     sinks: str | None = None
     dropout_p: float = 0.0
     deterministic: bool = False
@@ -128,7 +128,8 @@ class Case:
             slopes.requires_grad_(self.dslopes)
         sinks = None
         if self.sinks:
-            sinks = draw(heads).to(torch.float32 if self.sinks == "fp32" else dtype).detach().requires_grad_()
+            sinks = draw(heads) if self.sinks == "same" else draw(heads).float()
+            sinks = (sinks - 100 if self.sinks == "low" else sinks).detach().requires_grad_()
         rng_state = torch.tensor(RNG_STATE, device=device) if self.dropout_p else None
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         return Operands(q, k, v, **index, alibi_slopes=slopes, sinks=sinks, rng_state=rng_state)
@@ -305,6 +306,7 @@ CASES = [
     Case("sinks", 65, 65, batch=2, sinks="fp32"),
     Case("sinks_causal_gqa", 65, 65, heads=4, heads_kv=2, causal=True, sinks="same", dlse=True),
     Case("sinks_empty_rows", 90, 33, causal=True, sinks="fp32", dlse=True),
+    Case("sinks_low_softcap_50", 90, 33, causal=True, sinks="low", softcap=50.0, dlse=True),
     Case("sinks_no_keys", 20, 0, sinks="fp32", dlse=True),
     Case("dlse", 65, 65, dlse=True),
     Case("dlse_empty_rows", 90, 33, causal=True, dlse=True),

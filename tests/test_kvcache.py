@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -31,7 +32,7 @@ OPTION_NAMES = (
 INTERPRETED = [
     "plain", "mqa_dims_40_24", "several_queries", "window_both_sides", "softcap_alibi", "sinks_split", "splits_3", "page_1",
     "page_4", "page_96_leftpad", "page_256", "batch_idx", "append_many", "rotary_halves_partial", "rotary_leftpad",
-    "packed_append_differs", "no_slots",
+    "packed_append_differs", "packed_no_queries", "no_slots",
 ]  # fmt: skip
 
 
@@ -313,6 +314,25 @@ def test_packed_queries_past_the_last_row_are_not_written(monkeypatch):
     for wrong in ((0, 10, 12), (-9, 1, 3), (0, 2**31 - 1, -5)):
         call(right._replace(cu_seqlens_q=_ints(*wrong)))
         assert memory[:32].eq(0).all() and memory[33:].eq(0).all()
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (2, 5, 5, 9), (3, 3, 3, 3)])
+def test_rows_of_no_sequence_are_cleared(starts, num_splits):
+    """Before the first and behind the last one, and what max_seqlen_q leaves out: a CUDA graph reads starts at each replay."""
+    from flashtile.portable import decode
+
+    q, k, v = torch.randn(11, 36, 16), torch.randn(3, 32, 2, 16), torch.randn(3, 32, 2, 40)
+    right = CacheOperands(q, k, v, cache_seqlens=_ints(20, 3, 32), cu_seqlens_q=_ints(0, 1, 2, 3))
+    problem = CacheProblem.from_tensors(right, CacheOptions(2, True, False, None, None, None, 0.0, num_splits, True))
+    call = decode.Call(problem, tiles.DecodeConfig(16, 16, 4, 2, 1), right)
+    with poisoned_memory():
+        out, lse = call(right._replace(cu_seqlens_q=_ints(*starts)))
+    belongs = torch.zeros(11, dtype=torch.bool)
+    for start, stop in pairwise(starts):
+        belongs[start : min(stop, start + 2)] = True
+    assert out[~belongs].eq(0).all() and lse[:, ~belongs].eq(float("-inf")).all()
+    assert out[belongs].isfinite().all() and out[belongs].ne(0).all() and lse[:, belongs].isfinite().all()
 
 
 @pytest.mark.parametrize("options", [

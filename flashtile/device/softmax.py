@@ -274,9 +274,11 @@ def join(state):
 def absorb_sink(state, sink):
     """Add one logit (natural units) to the denominator of each row."""
     sink = sink * LOG2_E
-    row_max = tl.maximum(state.row_max, sink)
+    # Of a row without a key too, whose weights would be relative to 0 by `bounded`
+    largest = tl.where(state.row_sum == 0.0, NEG_INF, state.row_max)
+    row_max = tl.maximum(largest, sink)
     reference = pivot(row_max)
-    correction = tl.exp2(state.row_max - reference)
+    correction = tl.exp2(largest - reference)
     # A sink of inf takes all: out is 0, not nan
     weight = tl.where(sink == reference, 1.0, tl.exp2(sink - reference))
     return OnlineSoftmax(row_max, state.row_sum * correction + weight), correction

@@ -59,6 +59,8 @@ MOST_AT_ONCE = 1024
 SMALL_ROWS = tl.constexpr(16)
 # What weights, at most 1, are multiplied with beside fp8 in fp16, which else has no bits for those under 2**-24 that bf16 has
 FP16_WEIGHT = tl.constexpr(2.0**15)
+# Heads, and columns, that are cleared at once
+CLEARED = tl.constexpr(32)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
 # and the fewest columns, where each row tile has programs of its own
@@ -179,18 +181,27 @@ def _locate(shares, sequences, position, side, GROUP_SIZE: tl.constexpr, TILE_M:
 @triton.jit
 def _next(part, shares, sequences, position, side, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
           SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, ONE_LOOP: tl.constexpr):  # fmt: skip
-    """The row tile that begins at a position, where `part` ends."""
-    if sequences.layout.cu_seqlens_q is None:
-        # Each sequence has as many row tiles, so that nothing need be added up
-        of_head = 1 if ONE_LOOP else tl.cdiv(sequences.seqlen_q * GROUP_SIZE, TILE_M)
-        m_tile = part.m_tile + 1
-        head = part.head + tl.where(m_tile == of_head, SIDE, 0)
-        is_new = head >= sequences.num_heads_kv
-        batch = part.batch + is_new.to(tl.int32)
-        _, tiles = _key_tiles(_lengths(sequences, batch), sequences.window, TILE_N)
-        return Part(batch, tl.where(is_new, side, head), tl.where(m_tile == of_head, 0, m_tile), position * 0, tiles)
+    """(the row tile that begins at a position, where `part` ends, lengths of its sequence)"""
+    PACKED: tl.constexpr = sequences.layout.cu_seqlens_q is not None
+    if ONE_LOOP:
+        of_head = 1
+    elif PACKED:
+        of_head = tl.cdiv(_lengths(sequences, part.batch).seqlen_q * GROUP_SIZE, TILE_M)
     else:
-        return _locate(shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, ONE_LOOP)
+        of_head = tl.cdiv(sequences.seqlen_q * GROUP_SIZE, TILE_M)
+    m_tile = part.m_tile + 1
+    head = part.head + tl.where(m_tile == of_head, SIDE, 0)
+    is_new = head >= sequences.num_heads_kv
+    batch = part.batch + is_new.to(tl.int32)
+    lengths = _lengths(sequences, batch)
+    _, tiles = _key_tiles(lengths, sequences.window, TILE_N)
+    found = Part(batch, tl.where(is_new, side, head), tl.where(m_tile == of_head, 0, m_tile), position * 0, tiles)
+    if PACKED:
+        if (lengths.seqlen_q == 0) & (position < shares.total):
+            # Sequences without queries come next; how many, all work tells
+            found = _locate(shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, ONE_LOOP)
+            lengths = _lengths(sequences, found.batch)
+    return found, lengths
 
 
 @triton.jit
@@ -546,8 +557,8 @@ def _attend_share(
         state = softmax.OnlineSoftmax(tl.where(is_last, NEG_INF, state.row_max), tl.where(is_last, 0.0, state.row_sum))
         acc = blocks.chosen(is_last, blocks.zeros(TILE_M, BLOCK_DV, REST_DV, tl.float32), acc)
         if is_end:
-            part = _next(part, shares, sequences, position + 1, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY, True)
-            lengths = _lengths(sequences, part.batch)
+            part, lengths = _next(part, shares, sequences, position + 1, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK,
+                                  MANY, True)  # fmt: skip
             first_tile, _ = _key_tiles(lengths, window, TILE_N)
             cache_row = part.batch
             if PAGE_SIZE == 0:
@@ -566,6 +577,30 @@ def _attend_share(
             if tl.where(border == 0, first.begin > 0, (tile > 0) & (begin >= start)):
                 _arrive_at_cut(cut, begin, shares, sequences, num_shares, side, 1, out, lse, partial, GROUP_SIZE, TILE_M,
                                HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK, 1)  # fmt: skip
+
+
+@triton.jit
+def _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads, HEAD_DIM_V: tl.constexpr):
+    """Rows of packed out that no sequence has, or that its limit of seqlen_q leaves out: 0, and -inf in lse.
+
+    A program has what lies behind one sequence, and before the next; the first one too what lies before all.
+    """
+    for behind in tl.range(tl.program_id(0), num_sequences + 1, tl.num_programs(0)):
+        start, seqlen = cache.load_queries(layout, behind - 1, behind > 0, seqlen_q)
+        end = layout.total_q
+        if behind < num_sequences:
+            end, _ = cache.load_queries(layout, behind, True, seqlen_q)
+        for row in tl.range(start + seqlen, end):
+            for first in tl.range(0, num_heads, CLEARED):
+                heads = (first + tl.arange(0, CLEARED))[:, None]
+                for column in tl.range(0, HEAD_DIM_V, CLEARED):
+                    columns = column + tl.arange(0, CLEARED)[None, :]
+                    ptrs = out.ptr + tl.cast(row, tl.int64) * out.row_stride + heads * HEAD_DIM_V + columns
+                    zeros = tl.zeros((CLEARED, CLEARED), out.ptr.dtype.element_ty)
+                    tl.store(ptrs, zeros, mask=(heads < num_heads) & (columns < HEAD_DIM_V))
+                if lse is not None:
+                    lse_ptrs = lse.ptr + heads.to(tl.int64) * lse.head_stride + row
+                    tl.store(lse_ptrs, tl.full((CLEARED, 1), NEG_INF, tl.float32), mask=heads < num_heads)
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
@@ -632,8 +667,8 @@ def decode_attention(
                                        partial, GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK,
                                        HEADS)  # fmt: skip
                 position += end - rest.begin
-                rest = _next(rest, shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY,
-                             False)  # fmt: skip
+                rest, _ = _next(rest, shares, sequences, position, side, GROUP_SIZE, TILE_M, TILE_N, SIDE, BATCH_BLOCK, MANY,
+                                False)  # fmt: skip
     else:
         if DEPENDENT:
             chain.wait()
@@ -651,6 +686,8 @@ def decode_attention(
                 number = program // num_splits
                 _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
+    if layout.cu_seqlens_q is not None:
+        _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads_kv * HEADS * GROUP_SIZE, HEAD_DIM_V)
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -727,8 +764,7 @@ class Call:
         self.is_empty = 0 in out_shape or plan.num_programs == 0
         self.append = Append(problem, operands, device) if problem.appends else None
         self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim else None
-        # Rows of no sequence
-        self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
+        self.new_out = fresh(out_shape, problem.out_dtype, zeros=self.is_empty)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.heads * config.tile_m
@@ -790,7 +826,7 @@ class Call:
         lse = None
         if self.problem.return_lse:
             lse = self.new_lse(q)
-            if self.problem.varlen:
+            if self.is_empty:
                 lse.fill_(float("-inf"))
         q_rotated = self.new_q(q) if self.new_q is not None else None
         partial, stored = self.new_partial(q) if self.partial_rows else (None, None)

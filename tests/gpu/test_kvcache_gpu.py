@@ -49,9 +49,10 @@ def test_fp8(case, dtype, poisoned):
     (128, 1, 1), (160, 8, 1), (168, 8, 1), (192, 8, 1), (192, 32, 1),
     (40, 8, 20), (64, 8, 20), (72, 2, 20), (96, 2, 20), (128, 8, 20), (160, 2, 20), ((192, 64), 2, 20),
 ])  # fmt: skip
-def test_large_cache_of_fp8(head_dim, heads_kv, seqlen_q, page_size, poisoned):
+def test_large_cache_of_fp8(head_dim, heads_kv, seqlen_q, page_size, poisoned, monkeypatch):
     """All tiles: of several heads, of one, of 32 rows and of 64."""
     skip_without_fp8()
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
     head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, None)
     lengths = (4096, 1, 0, 3000, 2048, 63, 129, 4032, 4000, 777, 65, 1500)
     case = CacheCase("fp8", lengths, seqlen_q, capacity=4096, page_size=page_size, heads=4 * heads_kv, heads_kv=heads_kv,
@@ -279,22 +280,28 @@ def test_large_cache(page_size, head_dim, poisoned):
 @pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("num_sequences", [900, 1500, 2500])
 def test_many_sequences(num_sequences, page_size, seqlen_q, poisoned):
-    """As many as are added up at once, and more; and so many that each has a program. Of three queries also as packed ones, of
-    which some have none."""
+    """As many as are added up at once, and more; and so many that each has a program. Also packed, as servers call it, and
+    where some sequences have none: single ones, or half of them side by side."""
     draw = random.Random(0)
-    lengths = tuple(draw.randint(0, 300) for _ in range(num_sequences))
+    # Few different ones: those that are alike are compared at once
+    some_lengths = [0, 1, 64, *(draw.randint(0, 300) for _ in range(21))]
+    lengths = tuple(draw.choice(some_lengths) for _ in range(num_sequences))
     case = CacheCase("many", lengths, seqlen_q, capacity=320, page_size=page_size, heads=4, heads_kv=1, head_dim=64,
                      causal=True)  # fmt: skip
     check_cache(case, torch.bfloat16, "cuda")
-    if seqlen_q > 1:
-        lengths_q = tuple(draw.randint(0, 3) for _ in lengths)
-        check_cache(replace(case, lengths_q=lengths_q), torch.bfloat16, "cuda")
+    of_all, none = [seqlen_q] * num_sequences, [0] * (num_sequences // 2)
+    some = [draw.randint(0, seqlen_q) for _ in lengths]
+    half = of_all[len(none) :]
+    packed = {None: (of_all, some, none + half, half + none), 16: (some,), 64: (of_all,)}
+    for lengths_q in packed[page_size]:
+        check_cache(replace(case, lengths_q=tuple(lengths_q)), torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_more_sequences_than_are_added_up_at_once(case, poisoned, monkeypatch):
+def test_more_sequences_than_are_added_up_at_once(case, poisoned, monkeypatch, forget):
     from flashtile.portable import decode
 
+    forget()
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     monkeypatch.setattr(decode, "MOST_AT_ONCE", 2)
     check_cache(case, torch.bfloat16, "cuda")
@@ -313,7 +320,7 @@ def test_large_cache_of_many_heads(page_size, head_dim, poisoned):
 
 @pytest.mark.parametrize("case", [c for c in CASES + FP8_CASES if c.capacity and max(c.head_dim, c.dim_v) <= 160],
                          ids=lambda case: case.name)  # fmt: skip
-def test_several_heads_of_a_program(case, poisoned, monkeypatch):
+def test_several_heads_of_a_program(case, poisoned, monkeypatch, forget):
     """All that a call may ask for, by the tiles of many heads: four of 16 bits, two of fp8."""
     if case.fp8:
         skip_without_fp8()
@@ -327,6 +334,7 @@ def test_several_heads_of_a_program(case, poisoned, monkeypatch):
         configs.append(of_fp8 if case.fp8 else tiles.DecodeConfig(16, 16, 4, 3, 2, one_loop=False, heads=4))
         return call(problem, configs[-1], *rest)
 
+    forget()
     monkeypatch.setattr(decode, "Call", with_heads)
     case = replace(case.scaled(11), heads=4 * case.heads, heads_kv=4 * case.heads_kv)
     check_cache(case, torch.bfloat16, "cuda", seed=3)
@@ -347,7 +355,7 @@ def test_several_heads_of_a_program(case, poisoned, monkeypatch):
     (tiles.DecodeConfig(32, 64, 4, 3, 1), CacheCase("rows_32", (16384,), capacity=16384, heads=64, heads_kv=2, head_dim=128)),
     (None, CacheCase("keeps_q", (4096, 1, 0, 63) * 8, capacity=4096, heads=32, heads_kv=8, head_dim=128)),
 ], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
-def test_rows_of_the_table(config, case, poisoned, monkeypatch):
+def test_rows_of_the_table(config, case, poisoned, monkeypatch, forget):
     """Those that no other test has; of an H100 the one that keeps queries, on any GPU."""
     from flashtile.portable import decode
 
@@ -360,6 +368,7 @@ def test_rows_of_the_table(config, case, poisoned, monkeypatch):
         taken.append(chosen if config else keeps_q)
         return call(problem, taken[-1], *rest)
 
+    forget()
     monkeypatch.setattr(decode, "Call", watched)
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     check_cache(case, torch.bfloat16, "cuda")
