@@ -127,17 +127,17 @@ def _over_fp8(lengths, capacity, heads, heads_kv, page_sizes, dim=DIM):
 
 
 def fp8_ragged(batch, longest, heads, heads_kv, page_size=64):
-    lengths = _log_uniform(batch, longest)
+    lengths = log_uniform(batch, longest)
     return _over_fp8(lengths, longest, heads, heads_kv, (page_size,)), int(lengths.sum()) * heads_kv * 2 * DIM
 
 
-def _log_uniform(batch, longest):
+def log_uniform(batch, longest):
     return (longest ** torch.rand(batch, generator=torch.Generator().manual_seed(1))).int().cuda()
 
 
 def ragged(batch, longest, heads, heads_kv, page_size=64):
     """Lengths log-uniform from 1 to `longest`, in a cache of rows and in pages."""
-    lengths = _log_uniform(batch, longest)
+    lengths = log_uniform(batch, longest)
     q, cache = normal(batch, 1, heads, DIM), [normal(batch, longest, heads_kv, DIM) for _ in range(2)]
     pages, table = in_pages(cache, page_size)
     functions = {

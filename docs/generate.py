@@ -146,6 +146,23 @@ def prefill_fp8(record, name) -> str:
     return f"Command: `{record['command']}`. {provenance(record, name)}\n\n{markdown(header, lines)}"
 
 
+@of_record("mixed.json")
+def mixed(record, name) -> str:
+    """Chunks of prompts beside tokens of other sequences: microseconds."""
+    lines = []
+    for row in record["rows"]:
+        c, us = row["config"], row["us"]
+        keys = f"to {-c['keys']}" if c["keys"] < 0 else f"{c['keys']} each"
+        columns = ("flashtile", "flashtile page 64", "two calls", "fa3")
+        lines.append([f"{c['singles']} x 1, {keys}", f"{c['chunks']} x {c['tokens']}, {c['chunk_keys']}",
+                      f"{c['nheads']}/{c['nheads_kv']}", c["headdim"],
+                      *(f"{us[column]:.0f}" if column in us else "-" for column in columns)])  # fmt: skip
+    header = ["decodes, keys", "chunks, keys", "heads", "head dim", "flashtile, µs", "pages of 64, µs", "two calls by hand, µs",
+              "FA3, µs"]  # fmt: skip
+    caption = f"Lengths to a number are log-uniform. Command: `{record['command']}`. {provenance(record, name)}"
+    return f"{caption}\n\n{markdown(header, lines)}"
+
+
 def _decode(record, name, others) -> str:
     """others: names of columns, by implementation."""
     lines = []
@@ -520,6 +537,7 @@ TABLES = {
     "decode": decode,
     "decode-fp8": decode_fp8,
     "prefill-fp8": prefill_fp8,
+    "mixed": mixed,
     "page-cost": page_cost,
     "prefill-page-cost": prefill_page_cost,
     "mla": mla,

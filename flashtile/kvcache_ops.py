@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from flashtile import dispatch, hardware, settings
+from flashtile import hardware, mixed, settings
 from flashtile.calls import Calls, again, nobody_observes
 from flashtile.gradients import refuse_gradients
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem, check_cache_arguments, check_combine
@@ -43,8 +43,7 @@ _increment_version = torch._C._increment_version
 def _bind(operands, options):
     """The function of operands -> (out, lse) of a call: checked, planned, compiled."""
     problem = CacheProblem.from_tensors(operands, options)
-    plan = dispatch.plan_for(problem, operands.q.device, "decode")
-    call = plan.module.bind_decode(problem, plan.configs, operands)
+    call = mixed.bind(problem, operands)
     return call if operands.k is None else partial(_append, call)
 
 

@@ -138,6 +138,9 @@ class CacheProblem(CallShape):
     wide_rows: bool = False
     # Rows of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
     unaligned: bool = False
+    # Of a packed call in parts (mixed.py) one has the sequences with least_q to seqlen_q queries, and leaves the others' rows
+    is_part: bool = False
+    least_q: int = 0
 
     @classmethod
     def from_tensors(cls, operands, options):
@@ -205,6 +208,13 @@ class CacheProblem(CallShape):
     def appends(self) -> bool:
         # Queries are rotated where new keys are
         return self.seqlen_new > 0 or self.total_new is not None or self.rotary_dim > 0
+
+    @property
+    def busy(self) -> int:
+        """Sequences that have queries, as far as shapes tell; with least_q those of seqlen_q where all others have one."""
+        if self.least_q == 0:
+            return self.batch
+        return min(self.batch, max(1, round((self.total_q - self.batch) / max(1, self.seqlen_q - 1))))
 
     def pages_of_tile(self, tile_n) -> int:
         """How many pages each tile of tile_n slots fills, or 1 where it lies in one page; 0 for neither, and without pages."""

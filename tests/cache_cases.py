@@ -377,6 +377,12 @@ CASES = [
     CacheCase("rotary_leftpad", new=2, seqlen_q=2, rotary_dim=16, causal=True, lengths=(37, 4, 90), leftpad=(3, 4, 50)),
     CacheCase("packed", lengths_q=(3, 0, 7), causal=True, tail=2),
     CacheCase("packed_split_paged", lengths_q=(3, 1, 2), causal=True, page_size=16, num_splits=2),
+    # Two calls: see mixed.py
+    CacheCase("packed_mixed", (37, 60, 0, 96, 50), lengths_q=(1, 40, 0, 8, 0), heads=2, heads_kv=1, causal=True, tail=1),
+    CacheCase("packed_mixed_paged", (37, 60, 20, 96, 50), lengths_q=(1, 2, 0, 40, 3), heads=4, heads_kv=2, causal=True,
+              page_size=16, softcap=5.0),
+    CacheCase("packed_mixed_window", (37, 60, 20, 96, 50), lengths_q=(40, 1, 1, 1, 1), heads=4, heads_kv=2, window=(20, 3),
+              alibi="batch", sinks=True, leftpad=(0, 5, 20, 50, 3)),
     CacheCase("packed_append", lengths_q=(3, 0, 7), lengths_new=(3, 0, 7), lengths=(37, 5, 80), causal=True, page_size=16,
               tail=1, rotary_dim=32),  # fmt: skip
     CacheCase("packed_append_differs", lengths_q=(3, 0, 2), lengths_new=(1, 4, 7), lengths=(37, 5, 80), causal=True,

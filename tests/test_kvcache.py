@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashtile
-from flashtile import dispatch, hardware, kvcache_ops, kvcache_problem, tiles
+from flashtile import dispatch, hardware, kvcache_ops, kvcache_problem, mixed, tiles
 from flashtile.errors import DtypeError, FlashtileError, ShapeError, UnsupportedError, ValueRangeError
 from flashtile.kvcache_problem import FP8, CacheOperands, CacheOptions, CacheProblem
 from flashtile.reference import kvcache as reference_kvcache
@@ -317,9 +317,9 @@ def test_packed_queries_past_the_last_row_are_not_written(monkeypatch):
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (2, 5, 5, 9), (3, 3, 3, 3)])
+@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (2, 3, 3, 5), (1, 3, 8, 9), (3, 3, 3, 3)])
 def test_rows_of_no_sequence_are_cleared(starts, num_splits):
-    """Before the first and behind the last one, and what max_seqlen_q leaves out: a CUDA graph reads starts at each replay."""
+    """Before the first and behind the last one, and one that is longer than max_seqlen_q: graphs read starts at each replay."""
     from flashtile.portable import decode
 
     q, k, v = torch.randn(11, 36, 16), torch.randn(3, 32, 2, 16), torch.randn(3, 32, 2, 40)
@@ -330,9 +330,48 @@ def test_rows_of_no_sequence_are_cleared(starts, num_splits):
         out, lse = call(right._replace(cu_seqlens_q=_ints(*starts)))
     belongs = torch.zeros(11, dtype=torch.bool)
     for start, stop in pairwise(starts):
-        belongs[start : min(stop, start + 2)] = True
+        belongs[start:stop] = stop - start <= 2
     assert out[~belongs].eq(0).all() and lse[:, ~belongs].eq(float("-inf")).all()
     assert out[belongs].isfinite().all() and out[belongs].ne(0).all() and lse[:, belongs].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["packed_mixed", "packed_mixed_paged", "packed_mixed_window"])
+def test_a_mixed_call_is_two(name, monkeypatch):
+    """Sequences of many queries and of few by tiles of their own, into one out and lse."""
+    pytest.importorskip("triton")
+    from flashtile.portable import decode
+
+    made, init = [], decode.Call.__init__
+
+    def watched(self, problem, config, *rest):
+        made.append((problem.least_q, problem.seqlen_q))
+        init(self, problem, config, *rest)
+
+    monkeypatch.setattr(decode.Call, "__init__", watched)
+    monkeypatch.setattr(mixed, "LEAST_SLOTS", 0)
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    with poisoned_memory():
+        check_cache(BY_NAME[name], torch.float32)
+    assert made == [(9, 40), (0, 8)]
+
+
+def test_which_calls_are_two():
+    """On an H200: chunks beside decodes, unless they fill the forward's tiles on average; none that promises bits."""
+    device = hardware.by_name("H200")
+    of = dict(batch=64, capacity=8192, num_heads=32, num_heads_kv=8, head_dim=128, head_dim_v=128, dtype=torch.bfloat16,
+              cache_dtype=torch.bfloat16, page_size=64, window=(None, 0))  # fmt: skip
+
+    def tiers(**options):
+        return [(plan.tier, part.least_q, part.seqlen_q) for part, plan in mixed.plans(CacheProblem(**of | options), device)]
+
+    assert tiers(seqlen_q=449, total_q=63 + 449) == [("hopper", 5, 449), ("portable", 0, 4)]
+    assert tiers(seqlen_q=449, total_q=63 + 449, cache_dtype=FP8) == [("portable", 5, 449), ("portable", 0, 4)]
+    for one in (
+        {"seqlen_q": 2016, "total_q": 63 + 2016}, {"seqlen_q": 8, "total_q": 512}, {"seqlen_q": 449},
+        {"seqlen_q": 1, "total_q": 64}, {"seqlen_q": 449, "total_q": 512, "num_splits": 4},
+        {"seqlen_q": 449, "total_q": 512, "total_new": 512}, {"seqlen_q": 449, "total_q": 512, "capacity": 512},
+    ):  # fmt: skip
+        assert len(tiers(**one)) == 1, one
 
 
 @pytest.mark.parametrize("options", [

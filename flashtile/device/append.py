@@ -86,7 +86,7 @@ def _store_new(x, heads, mask, x_cache, page, place, descale, batch, num_heads, 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "num_new", "num_sequences", "seqlen_q"])
 def append_rows(
-    q, q_rotated, k, v, k_cache, v_cache, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, rotary,
+    q, q_rotated, k, v, k_cache, v_cache, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q, rotary,
     k_descale, v_descale, num_new, num_sequences, seqlen_q, num_heads, num_heads_kv, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, MOVES: tl.constexpr, CONVERT_K: tl.constexpr, CONVERT_V: tl.constexpr, HEADS: tl.constexpr,
@@ -94,9 +94,9 @@ def append_rows(
 ):  # fmt: skip
     """Programs (row, heads): the first num_new rows are those of k and v, the others those of q. q, ...: Rows.
 
-    index_tensors to total_q: see `cache.CacheLayout`.
+    index_tensors to least_q: see `cache.CacheLayout`.
     """
-    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q)
     if HAS_DEPENDENT:
         chain.allow()
     q, q_rotated, k, v = aligned(q), aligned(q_rotated), aligned(k), aligned(v)

@@ -11,16 +11,16 @@ from flashtile.device.tensors import Rows
 
 # The numbers of a CacheLayout, as a kernel's own arguments that are not specialised: in a tuple all are, so that another number
 # of pages or another width of the table may compile the kernel anew
-BOUNDS = ("table_stride", "seqlen_new", "capacity", "num_rows", "total_q")
+BOUNDS = ("table_stride", "seqlen_new", "capacity", "num_rows", "total_q", "least_q")
 
 
 class CacheLayout(NamedTuple):
     """Pointers to int32 index tensors, None where an option is off, and the bounds that hold for all sequences.
 
-    A kernel makes it: CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q).
+    A kernel makes it: CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q).
 
     capacity: slots of a sequence, and its length where cache_seqlens is None. num_rows: pages, or rows of a cache without
-    pages. total_q: rows of packed queries.
+    pages. total_q: rows of packed queries. least_q: of a sequence; one with fewer counts as one without.
     """
 
     cache_seqlens: Any
@@ -34,13 +34,14 @@ class CacheLayout(NamedTuple):
     capacity: Any
     num_rows: Any
     total_q: Any
+    least_q: Any
 
 
 def layout_arguments(problem, operands) -> tuple:
     """index_tensors and BOUNDS of a CacheProblem and its CacheOperands, which hold the tensors in the same order."""
     table = operands.block_table
     return (operands[5:11], 0 if table is None else table.stride(0), problem.seqlen_new, problem.capacity,
-            operands.k_cache.shape[0], problem.total_q or 0)  # fmt: skip
+            operands.k_cache.shape[0], problem.total_q or 0, problem.least_q)  # fmt: skip
 
 
 class Slots(NamedTuple):
@@ -106,14 +107,25 @@ def load_slots(layout, batch, mask):
 
 
 @triton.jit
+def load_rows(layout, batch, mask):
+    """(first row, the row behind the last one) in packed queries of one sequence, or of a vector of them."""
+    start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
+    stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
+    return start, tl.maximum(start, stop)
+
+
+@triton.jit
 def load_queries(layout, batch, mask, seqlen_q):
-    """(first row in packed queries, number of queries) of one sequence, or of a vector of them."""
+    """(first row in packed queries, number of queries) of one sequence, or of a vector of them.
+
+    A packed sequence with more than seqlen_q queries, or fewer than least_q, counts as one without: it is left out.
+    """
     if layout.cu_seqlens_q is None:
         return batch * 0, batch * 0 + seqlen_q
     else:
-        start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
-        stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
-        return start, _clamp(stop - start, 0, seqlen_q)
+        start, stop = load_rows(layout, batch, mask)
+        length = stop - start
+        return start, tl.where((length >= layout.least_q) & (length <= seqlen_q), length, 0)
 
 
 @triton.jit

@@ -152,12 +152,12 @@ def plan_packed(table, packing, rests_q, rests_k, lse, batch, max_tiles, total_q
 
 
 @triton.jit(do_not_specialize=[*BOUNDS, "seqlen_q", "rows_apart", "batch", "max_tiles"])
-def plan_cached(table, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, rows_apart,
-                whole, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr,
+def plan_cached(table, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q, window, seqlen_q,
+                rows_apart, whole, batch, max_tiles, TILE_M: tl.constexpr, BLOCK: tl.constexpr,
                 CHAINED: tl.constexpr = False):  # fmt: skip
     """One program writes the table of `plan_packed` for a call on a cache, a `PackedCache`."""
     chain.begin(CHAINED)
-    layout = CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    layout = CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q)
     _write_table(table, PackedCache(layout, window, seqlen_q, rows_apart, whole), batch, max_tiles, True, TILE_M, BLOCK, 0)
 
 

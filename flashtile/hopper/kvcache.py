@@ -67,14 +67,21 @@ class Call:
     def __call__(self, operands):
         """out and lse (None unless asked for) as `flashtile.attention_with_kvcache` describes them; operands: in any tuple."""
         q = operands[0]
-        out, lse = self.new_out(q), self.new_lse(q)
-        if self.problem.varlen and self.problem.return_lse:
+        out, lse = self.new_out(q), self.new_lse(q) if self.problem.return_lse else None
+        if self.problem.varlen and lse is not None:
             lse.fill_(float("-inf"))
+        self.into(operands, out, lse)
+        return out, lse
+
+    def into(self, operands, out, lse):
+        """The call, into memory that is there, what it leaves out among it; lse may be None."""
+        q = operands[0]
+        if lse is None:
+            lse = self.new_lse(q)
         rows = self.new_q(q) if self.new_q is not None else None
         if self.copies_q:
             rows.copy_(q)
         self.launches.run(*operands, out, lse, rows, *self.of_parts(q), self.new_table(q), counters.zeros(q, 2))
-        return out, (lse if self.problem.return_lse else None)
 
     def start(self, launch, *tensors):
         *operands, out, lse, q, out_parts, lse_parts, table, counter = tensors

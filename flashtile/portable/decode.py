@@ -580,17 +580,21 @@ def _attend_share(
 
 
 @triton.jit
-def _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads, HEAD_DIM_V: tl.constexpr):
-    """Rows of packed out that no sequence has, or that its limit of seqlen_q leaves out: 0, and -inf in lse.
+def _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads, HEAD_DIM_V: tl.constexpr, IS_PART: tl.constexpr):
+    """Rows of packed out that no sequence has: 0, and -inf in lse. Those of sequences left out too, but for IS_PART.
 
     A program has what lies behind one sequence, and before the next; the first one too what lies before all.
     """
     for behind in tl.range(tl.program_id(0), num_sequences + 1, tl.num_programs(0)):
-        start, seqlen = cache.load_queries(layout, behind - 1, behind > 0, seqlen_q)
+        if IS_PART:
+            _, begin = cache.load_rows(layout, behind - 1, behind > 0)
+        else:
+            start, seqlen = cache.load_queries(layout, behind - 1, behind > 0, seqlen_q)
+            begin = start + seqlen
         end = layout.total_q
         if behind < num_sequences:
-            end, _ = cache.load_queries(layout, behind, True, seqlen_q)
-        for row in tl.range(start + seqlen, end):
+            end, _ = cache.load_rows(layout, behind, True)
+        for row in tl.range(begin, end):
             for first in tl.range(0, num_heads, CLEARED):
                 heads = (first + tl.arange(0, CLEARED))[:, None]
                 for column in tl.range(0, HEAD_DIM_V, CLEARED):
@@ -605,28 +609,30 @@ def _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads, HEAD_DIM_V
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
 def decode_attention(
-    q, k, v, out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, score_params,
-    sinks, descales, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, GROUP_SIZE: tl.constexpr,
+    q, k, v, out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q, window,
+    score_params, sinks, descales, seqlen_q, num_sequences, num_heads_kv, num_tiles, num_splits, GROUP_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGES: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
     HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, DEPENDENT: tl.constexpr,
     HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, V_IN_PAIRS: tl.constexpr,
+    CLEARS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
-    index_tensors to total_q: see `cache.CacheLayout`.
+    index_tensors to least_q: see `cache.CacheLayout`.
 
     num_tiles: row tiles of the longest sequence. num_splits: parts of a row tile, or without splits 1; not with BALANCED.
     ONE_LOOP: a share is one loop, and num_tiles 1. KEEPS_Q: see `tiles.DecodeConfig`. HEADS: that a program has at once; they
     count as one, in num_heads_kv too. SIDE: heads side by side, which divides num_heads_kv and the number of BALANCED programs.
     DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths. HAS_DEPENDENT: the kernel
     after it (`merge_parts`) may begin. ROWS: of a head's row tile that there are at most, COLUMNS of them, and CHUNK: of its
-    parts at once, where this kernel merges.
+    parts at once, where this kernel merges. CLEARS: packed out holds anything in rows of no sequence. IS_PART: those of
+    sequences left out are another kernel's.
 
     BLOCK_D and BLOCK_DV: columns of a block; REST_D and REST_DV: of a second one behind it, or 0.
     """
-    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q)
     if lse is not None:
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * HEADS * GROUP_SIZE)
     q, k, v, out = aligned(q), aligned(k), aligned(v), aligned(out)
@@ -686,17 +692,17 @@ def decode_attention(
                 number = program // num_splits
                 _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
-    if layout.cu_seqlens_q is not None:
-        _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads_kv * HEADS * GROUP_SIZE, HEAD_DIM_V)
+    if CLEARS:
+        _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads_kv * HEADS * GROUP_SIZE, HEAD_DIM_V, IS_PART)
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
 def merge_parts(
-    out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, window, seqlen_q, num_sequences,
-    num_heads_kv, num_tiles, num_splits, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr, HEADS: tl.constexpr,
-    LIVE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, DEPENDENT: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q, window, seqlen_q,
+    num_sequences, num_heads_kv, num_tiles, num_splits, num_programs, GROUP_SIZE: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr, HEAD_DIM_V: tl.constexpr, COLUMNS: tl.constexpr, BALANCED: tl.constexpr, BY_TILE: tl.constexpr,
+    HEADS: tl.constexpr, LIVE: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr,
+    DEPENDENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Programs (row tile, ROWS of its rows, COLUMNS of their columns) merge its parts. Arguments of `decode_attention`.
 
@@ -705,7 +711,7 @@ def merge_parts(
     With BALANCED, but not BY_TILE, there are fewer programs than row tiles: a program is there for the border between two
     shares, for the row tile that the first of its borders cuts.
     """
-    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q)
+    layout = cache.CacheLayout(*index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q)
     if lse is not None:
         lse = cache.lse_rows(lse, layout, seqlen_q, num_heads_kv * HEADS * GROUP_SIZE)
     out = aligned(out)
@@ -800,7 +806,8 @@ class Call:
             "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
-            "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs,
+            "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs, "CLEARS": problem.varlen and problem.least_q == 0,
+            "IS_PART": problem.is_part,
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs and problem.batch <= MOST_AT_ONCE
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
@@ -828,10 +835,15 @@ class Call:
             lse = self.new_lse(q)
             if self.is_empty:
                 lse.fill_(float("-inf"))
+        self.into(operands, out, lse)
+        return out, lse
+
+    def into(self, operands, out, lse):
+        """The call, into memory that is there; lse may be None."""
+        q = operands[0]
         q_rotated = self.new_q(q) if self.new_q is not None else None
         partial, stored = self.new_partial(q) if self.partial_rows else (None, None)
         self.launches.run(*operands, out, lse, q_rotated, partial, stored)
-        return out, lse
 
     def start(self, launch, *tensors):
         *operands, out, lse, q, partial, stored = tensors
@@ -904,6 +916,7 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
     num_tiles = -(-problem.longest_q * problem.group_size // config.tile_m)
     num_heads_kv = problem.num_heads_kv // config.heads
     row_tiles = problem.batch * num_heads_kv * num_tiles
+    busy = problem.busy * num_heads_kv * num_tiles
     splits = problem.num_splits
     if splits:
         slots = row_tiles * splits if splits > 1 else 0
@@ -913,7 +926,7 @@ def plan_parts(problem, config, num_sms) -> PartsPlan:
         side = next(n for n in range(min(MAX_SIDE, resident), 0, -1)
                     if num_heads_kv % n == 0 and resident // n * n >= LEAST_RESIDENT * resident)  # fmt: skip
         most = row_tiles // side * max(1, -(-problem.capacity // config.tile_n))
-        if config.whole or num_tiles > 1 and row_tiles >= 2 * resident or most >= 2**31:
+        if config.whole or num_tiles > 1 and busy >= 2 * resident or most >= 2**31:
             return PartsPlan(False, 1, row_tiles, num_tiles, 1, 0)
         num_programs = min(resident // side, most) * side
         plan = PartsPlan(True, side, num_programs, num_tiles, 0, 2 * num_programs, num_programs // max(row_tiles, 1) + 2)

@@ -297,6 +297,54 @@ def test_many_sequences(num_sequences, page_size, seqlen_q, poisoned):
         check_cache(replace(case, lengths_q=tuple(lengths_q)), torch.bfloat16, "cuda")
 
 
+# Sequences of one query and a few, and some of many: two kernels, see mixed.py
+MIXED = CacheCase("mixed", (900, 0, 64, 2048, 1500, 1, 777, 300) * 8, lengths_q=(1, 0, 2, 1, 4, 1, 333, 1) + (1,) * 55 + (200,),
+                  capacity=2048, heads=32, heads_kv=8, causal=True, tail=3)  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 64])
+@pytest.mark.parametrize("options", [
+    {}, {"head_dim": 64}, {"head_dim": 256, "heads": 16}, {"head_dim": 96, "heads": 8}, {"head_dim": 192, "head_dim_v": 128},
+    {"heads_kv": 1, "heads": 4}, {"causal": False, "window": (500, 20), "sinks": True}, {"softcap": 30.0, "alibi": "batch"},
+    {"fp8": "all", "descale": True}, {"fp8": "cache"},
+], ids=str)  # fmt: skip
+def test_mixed(options, page_size, poisoned, forget, monkeypatch):
+    from flashtile import mixed
+
+    forget()
+    monkeypatch.setattr(mixed, "LEAST_SLOTS", 0)
+    if options.get("fp8"):
+        skip_without_fp8()
+    case = replace(MIXED, page_size=page_size, **{"head_dim": 128} | options)
+    plans = []
+    with mock.patch.object(mixed, "plans", lambda *call, of=mixed.plans: plans.append(of(*call)) or plans[-1]):
+        # q kᵀ of the long ones is of fp8 on Hopper, weights too
+        check_cache(case, torch.bfloat16, "cuda", fp8_weights=options.get("fp8") == "all")
+    assert plans and len(plans[0]) == 2
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_bits_of_mixed_repeat(page_size):
+    """100 runs, the same bits; in a graph too, which reads lengths and starts at each replay."""
+    call = replace(MIXED, page_size=page_size, head_dim=128).make(torch.bfloat16, "cuda")
+    tensors, options = call.arguments
+    first = flashtile.attention_with_kvcache(*tensors, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = flashtile.attention_with_kvcache(*tensors, **options)
+    for _ in range(50):
+        graph.replay()
+        for again in (replayed, flashtile.attention_with_kvcache(*tensors, **options)):
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    # The long ones change places with short ones
+    starts = options["cu_seqlens_q"]
+    starts.copy_(torch.cat([starts[:1], starts.diff().flip(0).cumsum(0)]).int())
+    graph.replay()
+    expected = flashtile.attention_with_kvcache(*tensors, **options)
+    assert all(torch.equal(x, y) for x, y in zip(expected, replayed, strict=True))
+    assert not torch.equal(expected[0], first[0])
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_more_sequences_than_are_added_up_at_once(case, poisoned, monkeypatch, forget):
     from flashtile.portable import decode
@@ -383,7 +431,9 @@ def random_case(seed):
     packed, appends = kind.random() < 0.3, kind.random() < 0.5
     capacity = draw.choice([200, 777, 2048])
     lengths = tuple(draw.choice([0, 1, draw.randint(0, capacity - 150)]) for _ in range(batch))
-    lengths_q = tuple(draw.randint(0, seqlen_q) for _ in range(batch)) if packed else None
+    # One of many queries, or any numbers
+    long, most = draw.randrange(batch), kind.choice([seqlen_q, min(seqlen_q, 2)])
+    lengths_q = tuple(seqlen_q if i == long else draw.randint(0, most) for i in range(batch)) if packed else None
     lengths_new = tuple(draw.randint(0, 150) for _ in range(batch)) if packed and appends else None
     head_dim = 8 * kind.randint(1, 32)
     window = (16 * draw.randint(0, 18) + kind.choice([0, 5]), kind.choice([0, 3, None]))
