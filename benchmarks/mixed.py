@@ -4,7 +4,8 @@
 
 bf16, random data, causal, pages of 64 slots in any order, and rows. Timed as decode.py does: every call from a CUDA graph, a
 cold L2, all implementations of a row in turns, each round in another order, medians. "two calls": the tokens by one call, the
-chunks by another, as whoever knows the lengths can. FlashAttention-3 takes the cache without pages, where it is installed.
+chunks by another, as whoever knows the lengths can, with starts of their own, put together after them. FlashAttention-3 takes
+the cache without pages, where it is installed.
 """
 
 import sys

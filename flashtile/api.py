@@ -131,7 +131,7 @@ def attention_with_kvcache(
         cache_batch_idx: (batch,), int32: the row of each sequence in a cache without pages; default 0, 1, 2, ... Two
             sequences that append to one row leave the values of either.
         cache_leftpad: (batch,), int32: the slot where a sequence begins; default 0.
-        cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`; a sequence of more than max_seqlen_q is left out.
+        cu_seqlens_q, max_seqlen_q: packed queries, as in `attention_varlen`; one of more than max_seqlen_q is left out.
         cu_seqlens_k_new: (batch + 1,), int32: k and v are packed.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), a floating dtype; rotate the first rotary_dim columns of k
             before it is written, and of q; they need k. Token t has position cache_seqlens + t; without causal and window

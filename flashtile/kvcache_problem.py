@@ -138,8 +138,7 @@ class CacheProblem(CallShape):
     wide_rows: bool = False
     # Rows of the cache do not all begin at multiples of 16 bytes, or sequences or pages not at a multiple of rows.
     unaligned: bool = False
-    # Of a packed call in parts (mixed.py) one has the sequences with least_q to seqlen_q queries, and leaves the others' rows
-    is_part: bool = False
+    # Of a packed call in parts (mixed.py) one has the sequences with least_q to seqlen_q queries
     least_q: int = 0
 
     @classmethod

@@ -33,10 +33,9 @@ def plans(problem, device, prefer=()) -> list:
     if whole.tier != "portable" or not _is_mixed(problem):
         return [(problem, whole)]
     most = max(1, FEW_ROWS // problem.group_size)
-    few = replace(problem, seqlen_q=most, is_part=True)
-    many = replace(problem, least_q=most + 1, is_part=True)
+    few, many = replace(problem, seqlen_q=most), replace(problem, least_q=most + 1)
     plan_of_many = dispatch.plan(replace(many, batch=many.busy), device, "decode", prefer)
-    # What merges parts of keys may write all rows, so the other one comes last; that one clears too, as this tier does
+    # What merges parts of keys may write all rows, so the other one comes last
     return [(many, plan_of_many), (few, dispatch.plan(few, device, "decode", ("portable",)))]
 
 
@@ -44,7 +43,9 @@ def _is_mixed(problem) -> bool:
     """As far as shapes tell. A fixed num_splits promises the same bits whatever else is in the batch; new keys come once."""
     if not problem.varlen or problem.num_splits or problem.appends:
         return False
-    if problem.batch * problem.num_heads_kv * problem.capacity < LEAST_SLOTS:
+    # Else the tiles of few queries are no lower
+    lower = problem.group_size <= FEW_ROWS and problem.dtype.itemsize <= 2
+    if not lower or problem.batch * problem.num_heads_kv * problem.capacity < LEAST_SLOTS:
         return False
     many = problem.seqlen_q * problem.group_size >= MANY_ROWS
     return many and problem.seqlen_q * problem.batch >= TIMES_MEAN * problem.total_q
@@ -59,16 +60,18 @@ def bind(problem, operands):
 
 
 class Call:
-    """Calls into one out and lse; the last one clears the rows of no sequence. For calls of one kind."""
+    """Calls into one out and lse, cleared before: rows of no sequence are nobody's. For calls of one kind."""
 
     def __init__(self, problem, calls):
         self.calls = calls
-        self.new_out = fresh((problem.total_q, problem.num_heads, problem.head_dim_v), problem.out_dtype)
-        self.new_lse = fresh(problem.lse_shape, torch.float32) if problem.return_lse else lambda q: None
+        self.new_out = fresh((problem.total_q, problem.num_heads, problem.head_dim_v), problem.out_dtype, zeros=True)
+        self.new_lse = fresh(problem.lse_shape, torch.float32) if problem.return_lse else None
 
     def __call__(self, operands):
         q = operands[0]
-        out, lse = self.new_out(q), self.new_lse(q)
+        out, lse = self.new_out(q), None
+        if self.new_lse is not None:
+            lse = self.new_lse(q).fill_(float("-inf"))
         for call in self.calls:
             call.into(operands, out, lse)
         return out, lse

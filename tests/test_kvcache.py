@@ -316,28 +316,35 @@ def test_packed_queries_past_the_last_row_are_not_written(monkeypatch):
         assert memory[:32].eq(0).all() and memory[33:].eq(0).all()
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (2, 3, 3, 5), (1, 3, 8, 9), (3, 3, 3, 3)])
-def test_rows_of_no_sequence_are_cleared(starts, num_splits):
-    """Before the first and behind the last one, and one that is longer than max_seqlen_q: graphs read starts at each replay."""
-    from flashtile.portable import decode
+@pytest.mark.parametrize("limit", [2, 33])
+@pytest.mark.parametrize("starts", [(0, 0, 2, 4), (2, 3, 3, 5), (1, 3, 37, 39), (3, 3, 3, 3), (0, 33, 34, 34)])
+def test_rows_of_no_sequence_are_cleared(starts, limit, monkeypatch):
+    """Before the first and behind the last one, and one that is longer than max_seqlen_q: graphs read starts at each replay.
 
-    q, k, v = torch.randn(11, 36, 16), torch.randn(3, 32, 2, 16), torch.randn(3, 32, 2, 40)
-    right = CacheOperands(q, k, v, cache_seqlens=_ints(20, 3, 32), cu_seqlens_q=_ints(0, 1, 2, 3))
-    problem = CacheProblem.from_tensors(right, CacheOptions(2, True, False, None, None, None, 0.0, num_splits, True))
-    call = decode.Call(problem, tiles.DecodeConfig(16, 16, 4, 2, 1), right)
+    With a limit of 33 by two kernels.
+    """
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLASHTILE_TIER", "portable")
+    monkeypatch.setattr(mixed, "LEAST_SLOTS", 0)
+    q, k, v = torch.randn(41, 4, 16).half(), torch.randn(5, 32, 2, 16).half(), torch.randn(5, 32, 2, 40).half()
+    starts = (*starts, starts[-1], starts[-1])
+    right = CacheOperands(q, k, v, cache_seqlens=_ints(20, 3, 32, 9, 9), cu_seqlens_q=_ints(0, 1, 2, 3, 3, 3))
+    problem = CacheProblem.from_tensors(right, CacheOptions(limit, True, False, None, None, None, 0.0, 0, True))
+    call = mixed.bind(problem, right)
+    assert isinstance(call, mixed.Call) == (limit == 33)
     with poisoned_memory():
         out, lse = call(right._replace(cu_seqlens_q=_ints(*starts)))
-    belongs = torch.zeros(11, dtype=torch.bool)
+    belongs = torch.zeros(41, dtype=torch.bool)
     for start, stop in pairwise(starts):
-        belongs[start:stop] = stop - start <= 2
+        belongs[start:stop] = stop - start <= limit
     assert out[~belongs].eq(0).all() and lse[:, ~belongs].eq(float("-inf")).all()
     assert out[belongs].isfinite().all() and out[belongs].ne(0).all() and lse[:, belongs].isfinite().all()
 
 
+@pytest.mark.parametrize("at_once", [1024, 2])
 @pytest.mark.parametrize("name", ["packed_mixed", "packed_mixed_paged", "packed_mixed_window"])
-def test_a_mixed_call_is_two(name, monkeypatch):
-    """Sequences of many queries and of few by tiles of their own, into one out and lse."""
+def test_a_mixed_call_is_two(name, at_once, monkeypatch):
+    """Sequences of many queries and of few by tiles of their own, into one out and lse; also with work added up in pieces."""
     pytest.importorskip("triton")
     from flashtile.portable import decode
 
@@ -349,9 +356,10 @@ def test_a_mixed_call_is_two(name, monkeypatch):
 
     monkeypatch.setattr(decode.Call, "__init__", watched)
     monkeypatch.setattr(mixed, "LEAST_SLOTS", 0)
+    monkeypatch.setattr(decode, "MOST_AT_ONCE", at_once)
     monkeypatch.setenv("FLASHTILE_TIER", "portable")
     with poisoned_memory():
-        check_cache(BY_NAME[name], torch.float32)
+        check_cache(BY_NAME[name], torch.float16)
     assert made == [(9, 40), (0, 8)]
 
 

@@ -107,14 +107,6 @@ def load_slots(layout, batch, mask):
 
 
 @triton.jit
-def load_rows(layout, batch, mask):
-    """(first row, the row behind the last one) in packed queries of one sequence, or of a vector of them."""
-    start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
-    stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
-    return start, tl.maximum(start, stop)
-
-
-@triton.jit
 def load_queries(layout, batch, mask, seqlen_q):
     """(first row in packed queries, number of queries) of one sequence, or of a vector of them.
 
@@ -123,8 +115,9 @@ def load_queries(layout, batch, mask, seqlen_q):
     if layout.cu_seqlens_q is None:
         return batch * 0, batch * 0 + seqlen_q
     else:
-        start, stop = load_rows(layout, batch, mask)
-        length = stop - start
+        start = _clamp(tl.load(layout.cu_seqlens_q + batch, mask=mask, other=0), 0, layout.total_q)
+        stop = tl.minimum(tl.load(layout.cu_seqlens_q + batch + 1, mask=mask, other=0), layout.total_q)
+        length = tl.maximum(stop - start, 0)
         return start, tl.where((length >= layout.least_q) & (length <= seqlen_q), length, 0)
 
 

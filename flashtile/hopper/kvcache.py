@@ -74,7 +74,7 @@ class Call:
         return out, lse
 
     def into(self, operands, out, lse):
-        """The call, into memory that is there, what it leaves out among it; lse may be None."""
+        """The call, into memory that is there; lse may be None. Rows of no sequence stay, unless keys are in parts."""
         q = operands[0]
         if lse is None:
             lse = self.new_lse(q)

@@ -59,8 +59,6 @@ MOST_AT_ONCE = 1024
 SMALL_ROWS = tl.constexpr(16)
 # What weights, at most 1, are multiplied with beside fp8 in fp16, which else has no bits for those under 2**-24 that bf16 has
 FP16_WEIGHT = tl.constexpr(2.0**15)
-# Heads, and columns, that are cleared at once
-CLEARED = tl.constexpr(32)
 # Rows of a program of merge_parts where few row tiles are split
 MERGED_AT_ONCE = 4
 # and the fewest columns, where each row tile has programs of its own
@@ -579,34 +577,6 @@ def _attend_share(
                                HEAD_DIM_V, COLUMNS, SIDE, ROWS, CHUNK, 1)  # fmt: skip
 
 
-@triton.jit
-def _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads, HEAD_DIM_V: tl.constexpr, IS_PART: tl.constexpr):
-    """Rows of packed out that no sequence has: 0, and -inf in lse. Those of sequences left out too, but for IS_PART.
-
-    A program has what lies behind one sequence, and before the next; the first one too what lies before all.
-    """
-    for behind in tl.range(tl.program_id(0), num_sequences + 1, tl.num_programs(0)):
-        if IS_PART:
-            _, begin = cache.load_rows(layout, behind - 1, behind > 0)
-        else:
-            start, seqlen = cache.load_queries(layout, behind - 1, behind > 0, seqlen_q)
-            begin = start + seqlen
-        end = layout.total_q
-        if behind < num_sequences:
-            end, _ = cache.load_rows(layout, behind, True)
-        for row in tl.range(begin, end):
-            for first in tl.range(0, num_heads, CLEARED):
-                heads = (first + tl.arange(0, CLEARED))[:, None]
-                for column in tl.range(0, HEAD_DIM_V, CLEARED):
-                    columns = column + tl.arange(0, CLEARED)[None, :]
-                    ptrs = out.ptr + tl.cast(row, tl.int64) * out.row_stride + heads * HEAD_DIM_V + columns
-                    zeros = tl.zeros((CLEARED, CLEARED), out.ptr.dtype.element_ty)
-                    tl.store(ptrs, zeros, mask=(heads < num_heads) & (columns < HEAD_DIM_V))
-                if lse is not None:
-                    lse_ptrs = lse.ptr + heads.to(tl.int64) * lse.head_stride + row
-                    tl.store(lse_ptrs, tl.full((CLEARED, 1), NEG_INF, tl.float32), mask=heads < num_heads)
-
-
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles"])
 def decode_attention(
     q, k, v, out, lse, partial, index_tensors, table_stride, seqlen_new, capacity, num_rows, total_q, least_q, window,
@@ -616,7 +586,6 @@ def decode_attention(
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BALANCED: tl.constexpr, ONE_LOOP: tl.constexpr, KEEPS_Q: tl.constexpr,
     HEADS: tl.constexpr, SIDE: tl.constexpr, BATCH_BLOCK: tl.constexpr, MANY: tl.constexpr, DEPENDENT: tl.constexpr,
     HAS_DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, V_IN_PAIRS: tl.constexpr,
-    CLEARS: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     """q, k, v, out: Rows, those of a paged cache with a page for a batch entry. lse: pointer or None. partial: Partial.
 
@@ -627,8 +596,7 @@ def decode_attention(
     count as one, in num_heads_kv too. SIDE: heads side by side, which divides num_heads_kv and the number of BALANCED programs.
     DEPENDENT: may begin before the kernel before it (`append_rows`) ends, which changes no lengths. HAS_DEPENDENT: the kernel
     after it (`merge_parts`) may begin. ROWS: of a head's row tile that there are at most, COLUMNS of them, and CHUNK: of its
-    parts at once, where this kernel merges. CLEARS: packed out holds anything in rows of no sequence. IS_PART: those of
-    sequences left out are another kernel's.
+    parts at once, where this kernel merges.
 
     BLOCK_D and BLOCK_DV: columns of a block; REST_D and REST_DV: of a second one behind it, or 0.
     """
@@ -692,8 +660,6 @@ def decode_attention(
                 number = program // num_splits
                 _arrive(number, part, number * num_splits, number * num_splits, 1, num_splits, lengths, out, lse, partial,
                         GROUP_SIZE, TILE_M, HEAD_DIM_V, COLUMNS, ROWS, CHUNK, HEADS)  # fmt: skip
-    if CLEARS:
-        _clear_rest(out, lse, layout, seqlen_q, num_sequences, num_heads_kv * HEADS * GROUP_SIZE, HEAD_DIM_V, IS_PART)
 
 
 @triton.jit(do_not_specialize=[*cache.BOUNDS, "seqlen_q", "num_sequences", "num_splits", "num_tiles", "num_programs"])
@@ -770,7 +736,8 @@ class Call:
         self.is_empty = 0 in out_shape or plan.num_programs == 0
         self.append = Append(problem, operands, device) if problem.appends else None
         self.new_q = fresh(operands.q.shape, problem.out_dtype) if problem.rotary_dim else None
-        self.new_out = fresh(out_shape, problem.out_dtype, zeros=self.is_empty)
+        # Rows of no sequence
+        self.new_out = fresh(out_shape, problem.out_dtype, zeros=problem.varlen)
         self.new_lse = fresh(problem.lse_shape, torch.float32)
         # The lse of partial results before their out
         self.partial_rows = plan.slots * config.heads * config.tile_m
@@ -806,8 +773,7 @@ class Call:
             "KEEPS_Q": config.keeps_q,
             "DEPENDENT": dependent and after_append,
             "HAS_DEPENDENT": dependent and self.has_merge, "ROWS": triton.next_power_of_2(rows), "COLUMNS": columns,
-            "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs, "CLEARS": problem.varlen and problem.least_q == 0,
-            "IS_PART": problem.is_part,
+            "CHUNK": plan.chunk, "V_IN_PAIRS": v_in_pairs,
         }  # fmt: skip
         by_tile = not plan.balanced or row_tiles <= plan.num_programs and problem.batch <= MOST_AT_ONCE
         # Small programs find room beside those that still attend; where few row tiles are split most have nothing to do
@@ -833,13 +799,13 @@ class Call:
         lse = None
         if self.problem.return_lse:
             lse = self.new_lse(q)
-            if self.is_empty:
+            if self.problem.varlen:
                 lse.fill_(float("-inf"))
         self.into(operands, out, lse)
         return out, lse
 
     def into(self, operands, out, lse):
-        """The call, into memory that is there; lse may be None."""
+        """The call, into memory that is there, whose other rows stay; lse may be None."""
         q = operands[0]
         q_rotated = self.new_q(q) if self.new_q is not None else None
         partial, stored = self.new_partial(q) if self.partial_rows else (None, None)
