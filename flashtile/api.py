@@ -37,7 +37,8 @@ def attention(
         window: (left, right) keys visible on each side of that diagonal, in tokens; None is unbounded. causal makes
             right 0.
         softmax_scale: multiplies q kᵀ; default head_dim ** -0.5.
-        softcap: softcap * tanh(score / softcap) before the mask; 0.0 is off.
+        softcap: softcap * tanh(score / softcap) before the mask; 0.0 is off. On Hopper, in bf16 with a softcap of at most 55,
+            sums of values over the keys of 2**48 and more may overflow to inf.
         alibi_slopes: (num_heads,) or (batch, num_heads), fp32; adds -slope * |i + seqlen_k - seqlen_q - j| to the score of
             query i and key j.
         sinks: (num_heads,), floating; one more logit a head in the denominator only.
