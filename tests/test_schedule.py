@@ -142,12 +142,12 @@ def _ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _cached_sequences(layout, window, batch, seqlen_q, total_q, rows_apart, whole):
-    """(start_q, seqlen_q, start_k, seqlen_k) of each sequence that has a tile of 128 queries. layout: of a CacheLayout."""
+def _cached_sequences(layout, window, batch, seqlen_q, total_q, rows_apart, whole, least_q=0):
+    """(start_q, seqlen_q, start_k, seqlen_k) of sequences with a tile of 128 queries. layout: of a CacheLayout, to total_q."""
     max_tiles = total_q // 128 + batch
     table = torch.full((schedule.table_size(max_tiles, batch),), -1, dtype=torch.int32)
-    schedule.plan_cached[(1,)](table, layout[:6], *layout[6:], Window(*window), seqlen_q, rows_apart, whole, batch, max_tiles,
-                               TILE_M=128, BLOCK=32)  # fmt: skip
+    schedule.plan_cached[(1,)](table, layout[:6], *layout[6:], least_q, Window(*window), seqlen_q, rows_apart, whole, batch,
+                               max_tiles, TILE_M=128, BLOCK=32)  # fmt: skip
     entries = table[8 : 8 * (1 + max_tiles)].view(-1, 8)[: table[0]]
     return {int(entry[0]): tuple(entry[3:7].tolist()) for entry in entries}
 
@@ -166,6 +166,12 @@ def test_what_a_window_hides_from_all_queries_is_left_out(whole, hidden):
     layout = _ints(90, 40), table, None, None, _ints(0, 20, 150), None, 8, 0, 128, 9, 150
     found = _cached_sequences(layout, (20, 0), 2, 130, 150, 0, whole)
     assert found == {0: (0, 20, hidden, 90 - hidden), 1: (20, 130, 0, 40)}
+
+
+def test_sequences_of_fewer_and_of_more_queries_are_left_out():
+    layout = _ints(90, 40, 50, 60), None, None, None, _ints(0, 4, 9, 139, 270), None, 0, 0, 128, 4, 270
+    found = _cached_sequences(layout, (None, None), 4, 130, 270, 128, 1, least_q=5)
+    assert found == {1: (4, 5, 128, 40), 2: (9, 130, 256, 50)}
 
 
 def test_packed_queries_that_overlap_stay_in_the_table():
