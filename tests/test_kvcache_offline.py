@@ -22,8 +22,8 @@ MAX_SPILL_MERGING = {f"tile_n=64, {MERGES}": 48, f"tile_n=128, {MERGES}": 72}
 MAX_SPILL_HEADS = 80
 # Two heads of fp8, of 160 columns with Triton 3.6
 MAX_SPILL_TWO_HEADS = 24
-# Packed queries of fp8: by two heads with Triton 3.6; where one program an SM merges with 3.7
-MAX_SPILL_PACKED, MAX_SPILL_PACKED_MERGING = 40, 80
+# Packed queries of fp8: by two heads with Triton 3.6; where one program an SM merges 80 with 3.7, 88 with 3.8
+MAX_SPILL_PACKED, MAX_SPILL_PACKED_MERGING = 40, 88
 # With tokens gathered at head dim 256, and Triton 3.8; at most 144 before
 MAX_SPILL_PREFILL = 216
 
