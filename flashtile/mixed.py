@@ -12,9 +12,10 @@ import torch
 
 from flashtile import dispatch, hardware, settings
 from flashtile.outputs import fresh
+from flashtile.tiles import ROWS_OF_WGMMA
 
-# Rows of the tiles of few queries, and of those of many at least (tiles.DECODE)
-FEW_ROWS, MANY_ROWS = 16, 64
+# Rows of the tiles of few queries (tiles.DECODE)
+FEW_ROWS = 16
 # Times the mean number of queries that the longest sequence has
 TIMES_MEAN = 4
 # Slots of all heads of all sequences: with fewer two kernels, one after the other, take longer than one
@@ -32,7 +33,7 @@ def plans(problem, device, prefer=()) -> list:
     # The Hopper forward takes calls whose sequences have many queries on average: then few rows are empty
     if whole.tier != "portable" or not _is_mixed(problem):
         return [(problem, whole)]
-    most = max(1, FEW_ROWS // problem.group_size)
+    most = FEW_ROWS // problem.group_size
     few, many = replace(problem, seqlen_q=most), replace(problem, least_q=most + 1)
     plan_of_many = dispatch.plan(replace(many, batch=many.busy), device, "decode", prefer)
     # What merges parts of keys may write all rows, so the other one comes last
@@ -47,7 +48,7 @@ def _is_mixed(problem) -> bool:
     lower = problem.group_size <= FEW_ROWS and problem.dtype.itemsize <= 2
     if not lower or problem.batch * problem.num_heads_kv * problem.capacity < LEAST_SLOTS:
         return False
-    many = problem.seqlen_q * problem.group_size >= MANY_ROWS
+    many = problem.seqlen_q * problem.group_size >= ROWS_OF_WGMMA
     return many and problem.seqlen_q * problem.batch >= TIMES_MEAN * problem.total_q
 
 

@@ -378,6 +378,8 @@ def test_which_calls_are_two():
         {"seqlen_q": 2016, "total_q": 63 + 2016}, {"seqlen_q": 8, "total_q": 512}, {"seqlen_q": 449},
         {"seqlen_q": 1, "total_q": 64}, {"seqlen_q": 449, "total_q": 512, "num_splits": 4},
         {"seqlen_q": 449, "total_q": 512, "total_new": 512}, {"seqlen_q": 449, "total_q": 512, "capacity": 512},
+        {"seqlen_q": 449, "total_q": 512, "dtype": torch.float32, "cache_dtype": torch.float32},
+        {"seqlen_q": 449, "total_q": 512, "num_heads_kv": 1, "cache_dtype": FP8},
     ):  # fmt: skip
         assert len(tiers(**one)) == 1, one
 
